@@ -4,9 +4,12 @@ import dataclasses
 import hashlib
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -69,17 +72,59 @@ def trained(folder: Path, *overrides: str) -> Trained:
 
 
 @contextmanager
-def stopped_after(step: int, by: int = signal.SIGINT) -> Iterator[None]:
-    """Inside, a run gets this signal when it has shown this step."""
-    shown = progress.Told.step
+def after_step(number: int, act: Callable[[], object]) -> Iterator[None]:
+    """Inside, `act` is called when a run has shown this step, the first time."""
+    shown, due = progress.Told.step, [act]
 
     def told(self, line):
         shown(self, line)
-        if line.step == step:
-            os.kill(os.getpid(), by)
+        if line.step == number and due:
+            due.pop()()
 
     with mock.patch.object(progress.Told, "step", told):
         yield
+
+
+def stopped_after(step: int, by: int = signal.SIGINT) -> AbstractContextManager[None]:
+    """Inside, a run gets this signal when it has shown this step."""
+    return after_step(step, lambda: os.kill(os.getpid(), by))
+
+
+def killed(interpreter: Any, folder: Path, step: int, *overrides: str) -> None:
+    """A run into `folder` in a process of its own, which kill -9 ends when it has shown this step."""
+    program = f"""
+        import signal
+        from tests.integration.zero_train.helpers import COMMON, stopped_after
+        from zero_train.cli import app
+        with stopped_after({step}, signal.SIGKILL):
+            app.main({[*COMMON, *overrides, f"run.dir={folder}"]!r})
+    """
+    done = interpreter(program, folder.parent)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def begun(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
+    """The command in a process of its own, which runs in `folder`."""
+    command = [sys.executable, "-u", "-m", "zero_train", *words]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
+
+
+def printed(process: subprocess.Popen[str], until: str | None = None, number: int = signal.SIGINT) -> str:
+    """All that it prints until it ends. It gets the signal at a line that begins with `until`."""
+    lines = []
+    with process:
+        try:
+            for line in process.stdout or ():
+                lines.append(line)
+                if until and line.startswith(until):
+                    process.send_signal(number)
+            process.wait(timeout=240)
+        finally:
+            process.kill()
+    assert "Traceback" not in "".join(lines), "".join(lines)
+    return "".join(lines)
 
 
 def digest(model: torch.nn.Module) -> str:

@@ -1,26 +1,26 @@
 """The command line from end to end: a dry run, a sweep, help, other models, and what a run prints and leaves."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import zero_train
 from tests.integration.zero_train.helpers import COMMON, left, trained
+from zero_nvme import Slab
+from zero_offload import Hardware, probe
 from zero_train.cli import app
+
+TINY = ("recipe=tiny", "data=synthetic", "io.allow_memory=true")
+PARTS = "offload=host offload.activations=recompute run.micro_batch=2 offload.rows=1 offload.tokens=8"
 
 
 @pytest.mark.promise("timeline")
 def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
-    code = app.main(
-        [
-            *COMMON,
-            f"run.dir={tmp_path / 'run'}",
-            "offload=nvme",
-            "run.evaluate_every=5",
-            "run.sample_bytes=8",
-            "run.plots=true",
-        ]
-    )
+    words = ["offload=nvme", "run.evaluate_every=5", "run.sample_bytes=8", "run.plots=true"]
+    code = app.main([*COMMON, f"run.dir={tmp_path / 'run'}", *words])
     text = capsys.readouterr().out
     assert code == 0
     order = [" to disk in all", "step 1/5", "step 5/5", "validation after step 5", "--- sample ---", "results in"]
@@ -95,12 +95,45 @@ def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(text, said, capsys, tmp_p
     assert printed.startswith(f"zero-train: {said}") and printed.count("\n") == 1
 
 
+@pytest.mark.promise("offload-rows-key")
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ("run.step=3", "run.steps"),
+        ("zero.stage=4", "zero.stage"),
+        ("offload=nvme offload.nvme_paths=[/nowhere/at/all]", "offload.nvme_paths"),
+        ("data=text data.path=/nowhere", "data.path"),
+        ("model.hidden_size=30 model.heads=4", "model.heads"),
+        ("run.resume=/nowhere", "run.resume"),
+        ("offload=nvme offload.tile_numel=1000", "tile_numel"),
+        ("run.dir=/proc/version offload=host", "run.dir=/proc/version"),
+        ("hardware=8x80gib", "run.dry=true"),
+        ("offload=nvme io.backend=uring", "io.backend=uring"),
+        ("offload=host offload.optimizer=disk", "offload.optimizer: 'disk' is not a tier"),
+        ("offload.optimizer={host:0.5,nvme:0.4}", "offload.optimizer: the fractions"),
+        ("offload=host offload.activations=[keep,disk]", "offload.activations=disk is no policy"),
+        ("offload=host offload.rows=few offload.activations=auto", "offload.rows=few: a number of rows"),
+        ("offload=host offload.tokens=0 offload.activations=auto", "offload.tokens=0: a number of tokens"),
+        ("offload=host offload.tokens=auto", "needs units that are recomputed"),
+        ("hardware.device=meta", "torch sees no such device"),
+        ("hardware.host_gb=8", "hardware has no key 'host_gb'; did you mean host_gib?"),
+        ("hardware.host_gib=-1", "hardware: host_gib is -1"),
+        ("offload=host offload.activations=[keep,recompute]", "2 activation policies for 5 units"),
+        (f"{PARTS} offload.row_modules=[h.*]", "row_modules= has 'h.*', and no module is called that"),
+        (f"{PARTS} offload.token_modules=[ffn]", "token_modules= has 'ffn', and no module is called that"),
+    ],
+)
+def test_what_cannot_run_is_one_line_that_names_the_key_and_leaves_nothing(capsys, tmp_path, arguments, key):
+    before = left(tmp_path)
+    code = app.main([*TINY, f"run.dir={tmp_path / 'run'}", *arguments.split()])
+    printed = capsys.readouterr()
+    assert code == 2 and "Traceback" not in printed.err + printed.out, printed
+    assert printed.err.startswith("zero-train: ") and printed.err.count("\n") == 1 and key in printed.err, printed.err
+    assert left(tmp_path) == before
+
+
 @pytest.mark.promise("compute-by-format")
 def test_a_probe_prints_hardware_that_composes(capsys, tmp_path):
-    from omegaconf import OmegaConf
-
-    from zero_offload import Hardware
-
     assert app.main([*COMMON, f"run.dir={tmp_path / 'run'}", "run.probe=true", "offload=host"]) == 0
     text = capsys.readouterr().out
     figures = Hardware.from_dict(OmegaConf.to_container(OmegaConf.create(text)))
@@ -157,3 +190,14 @@ def test_help_names_the_groups(capsys):
 def test_other_models_train(tmp_path, model):
     run = trained(tmp_path / "run", f"model={model}", "offload=nvme", "run.steps=12")
     assert run.losses[-1] < run.losses[0] - 0.3
+
+
+@pytest.mark.promise("probe-slab")
+def test_a_probed_slab_tells_its_paths_and_their_room(tmp_path: Path) -> None:
+    """Fails if a slab does not tell where it is, so that nothing fits on nvme."""
+    with Slab([tmp_path], allow_memory=True) as slab:
+        assert slab.paths == (str(tmp_path),)
+        machine = probe(nvme=slab, hidden_size=64, tokens=16)
+    free = shutil.disk_usage(tmp_path).free / 2**30
+    assert machine.nvme_paths == 1 and machine.nvme_gib == pytest.approx(free, rel=0.1)
+    assert machine.nvme_read_gbps and machine.nvme_write_gbps

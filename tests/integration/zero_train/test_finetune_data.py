@@ -15,14 +15,15 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.integration.zero_hf.launching import launched
-from tests.integration.zero_train.test_finetune import _cache, chats, losses, model, refused  # noqa: F401
+from tests.integration.zero_train.test_finetune import chats, losses, on_a_rank, refused
 from zero_train.cli.app import main
 from zero_train.data import row_sets
 from zero_train.model import pretrained
 from zero_train.run.run_folder import results
 from zero_train.settings import compose
 from zero_train.tune import validation as evaluating
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 USUAL = ["task=sft", "precision=fp32", "offload=host", "run.plots=false", "run.report_every=1", "run.threads=1"]
 USUAL += ["data.sequence_length=96", "optim.lr=1e-2", "optim.warmup_steps=2", "run.micro_batch=2", "run.export=true"]
@@ -43,13 +44,7 @@ def validation(folder):
     return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
 
 
-def ran(words, cache):
-    """A run on a rank of a pool."""
-    with launched(XDG_CACHE_HOME=cache):
-        return main(words)
-
-
-def by_torch(folder, model, words):  # noqa: F811
+def by_torch(folder, model, words):
     """The mean over all tokens of the answers that the run's own data hold out, by plain torch, row by row."""
     read = row_sets.load(compose.compose(words))
     network = transformers.AutoModelForCausalLM.from_pretrained(folder / "pretrained").eval()
@@ -68,11 +63,7 @@ def by_torch(folder, model, words):  # noqa: F811
 
 @pytest.mark.promise("epochs-mixture")
 def test_a_mixture_is_the_same_on_other_ranks_and_after_a_resume_and_its_loss_is_torchs(
-    ranks,
-    model,  # noqa: F811
-    tmp_path,
-    two,
-    capsys,
+    ranks, model, tmp_path, two, capsys
 ):
     """One rank; two with half as many micro-batches; and from a checkpoint of the first, on two ranks to the end."""
     words = [*USUAL, f"model.path={model}", two, "run.epochs=0.9", "run.keep_checkpoints=9"]
@@ -81,27 +72,23 @@ def test_a_mixture_is_the_same_on_other_ranks_and_after_a_resume_and_its_loss_is
     steps = len(losses(tmp_path / "one"))
     assert f"trained {steps} steps, " in said and " rows of " in said and f"step {steps}/{steps}" in said
     cache = str(tmp_path / "cache")
-    assert ranks(2).run(ran, [*words, "run.accumulate=1", f"run.dir={tmp_path / 'two'}"], cache) == [0, 0]
+    assert ranks(2).run(on_a_rank, cache, main, [*words, "run.accumulate=1", f"run.dir={tmp_path / 'two'}"]) == [0, 0]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert dict(validation(tmp_path / "two")) == pytest.approx(dict(validation(tmp_path / "one")), rel=1e-5)
     assert validation(tmp_path / "one")[-1][1] == pytest.approx(by_torch(tmp_path / "one", model, words), rel=1e-5)
     (tmp_path / "one" / "checkpoints" / "checkpoint-4").rename(tmp_path / "checkpoint-4")
     more = [*words, "run.accumulate=1", f"run.dir={tmp_path / 'more'}", f"run.resume={tmp_path / 'checkpoint-4'}"]
-    assert ranks(2).run(ran, more, cache) == [0, 0]
+    assert ranks(2).run(on_a_rank, cache, main, more) == [0, 0]
     assert losses(tmp_path / "more") == pytest.approx(losses(tmp_path / "one")[4:], rel=1e-5)
 
 
 @pytest.mark.promise("validation-best")
-def test_the_best_checkpoint_is_kept_and_exported_and_an_early_end_is_remembered(model, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_the_best_checkpoint_is_kept_and_exported_and_an_early_end_is_remembered(model, tmp_path, capsys, monkeypatch):
     """Losses are made up, and the second is the lowest: fails if the last weights are exported, or a run goes on."""
     made = iter([9.0, 3.0, 2.0, 2.5, 2.4, 1.0])
     monkeypatch.setattr(evaluating, "mean_loss", lambda *given: next(made))
-    words = [
-        *USUAL,
-        f"model.path={model}",
-        f"data.path={chats(tmp_path / 'chats.jsonl')}",
-        f"run.dir={tmp_path / 'run'}",
-    ]
+    data = chats(tmp_path / "chats.jsonl")
+    words = [*USUAL, f"model.path={model}", f"data.path={data}", f"run.dir={tmp_path / 'run'}"]
     words += ["run.epochs=8", "run.keep_best=true", "run.patience=2", "run.keep_checkpoints=1"]
     assert main(words) == 0
     said = capsys.readouterr().out
@@ -125,16 +112,6 @@ def test_the_best_checkpoint_is_kept_and_exported_and_an_early_end_is_remembered
     assert not all(torch.equal(weights[name], last[name]) for name in weights)
 
 
-def test_parts_with_other_columns_are_refused(model, tmp_path, capsys):  # noqa: F811
-    first, other = chats(tmp_path / "first.jsonl"), tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"text": "words"}) + "\n" + json.dumps({"text": "more words"}) + "\n")
-    words = [*USUAL, f"model.path={model}", f"run.dir={tmp_path / 'run'}"]
-    assert "write both alike" in refused([*words, f"data.sources=[{{path: {first}}}, {{path: {other}}}]"], capsys)
-    other.write_text(first.read_text().replace("what is", "and what is"))
-    assert main([*words, f"data.sources=[{{path: {first}}}, {{path: {other}}}]", "run.dry=true"]) == 0
-    assert "at most" not in (said := capsys.readouterr().out) and "passes over" in said
-
-
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}<|end|>{% endgeneration %}"
     "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
@@ -142,7 +119,7 @@ TEMPLATE = (
 
 
 @pytest.mark.promise("generation-mark-end")
-def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(model, tmp_path, capsys):  # noqa: F811
+def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(model, tmp_path, capsys):
     """Fails if TRL no longer warns of it, or warns of a template that marks the end."""
     data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"
     words = [*USUAL, f"model.path={model}", f"data.path={data}", f"data.chat_template={file}", "run.steps=2"]
@@ -156,10 +133,7 @@ def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(mod
 
 @pytest.mark.promise("chat-template")
 def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_refuses_is_told(
-    model,  # noqa: F811
-    tmp_path,
-    capsys,
-    monkeypatch,
+    model, tmp_path, capsys, monkeypatch
 ):
     """Fails if the tokenizer's own template is used, or a template's own error ends in a traceback without a place."""
     data, file = chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja"

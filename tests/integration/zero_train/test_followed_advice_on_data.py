@@ -11,6 +11,7 @@ from zero_train.errors import ConfigError
 from zero_train.schema import DataConfig
 from zero_train.settings import compose
 
+NO_PART = {"validation_fraction": 0}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
@@ -21,25 +22,25 @@ def lines(path, *found):
 
 @pytest.mark.promise("binary-text")
 @pytest.mark.parametrize(
-    ("given", "advice", "ways"),
+    "row",
     [
-        ({"kind": "jsonl"}, "data=text, stdlib or synthetic", [{"kind": "text"}, {"kind": "synthetic"}]),
-        ({"sequence_length": 500}, "or lower data.sequence_length", [{"sequence_length": 4}, {"path": "long.txt"}]),
-        ({"path": "zeros"}, "name a text file", [{}]),
-        ({"path": "late"}, "name a text file", [{}]),
-        ({"path": "nowhere"}, "name text that exists with data.path", [{}]),
-        ({"path": "odd"}, "change data.path or data.pattern", [{"path": "odd", "pattern": "*.txt"}, {}]),
-        ({"path": ".", "pattern": "*.c"}, "change data.path or data.pattern", [{"path": "."}, {}]),
+        ({"kind": "jsonl"}, "data=text, stdlib or synthetic", {"kind": "text"}, {"kind": "synthetic"}),
+        ({"sequence_length": 500}, "or lower data.sequence_length", {"sequence_length": 4}, {"path": "long.txt"}),
+        ({"path": "zeros"}, "name a text file", {}),
+        ({"path": "late"}, "name a text file", {}),
+        ({"path": "nowhere"}, "name text that exists with data.path", {}),
+        ({"path": "odd"}, "change data.path or data.pattern", {"path": "odd", "pattern": "*.txt"}, {}),
+        ({"path": ".", "pattern": "*.c"}, "change data.path or data.pattern", {"path": "."}, {}),
     ],
 )
-def test_text_that_an_error_asks_for_is_read(monkeypatch, tmp_path, given, advice, ways):
+def test_text_that_an_error_asks_for_is_read(monkeypatch, tmp_path, row):
+    given, advice, *ways = row
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("some text " * 40)
-    (tmp_path / "long.txt").write_text("some text " * 4000)
+    (tmp_path / "odd").mkdir()
+    for name, times in (("a.txt", 40), ("long.txt", 4000), ("odd/a.txt", 40)):
+        (tmp_path / name).write_text("some text " * times)
     (tmp_path / "zeros").write_bytes(bytes(1000))
     (tmp_path / "late").write_bytes(b"x" * 70_000 + b"\0")
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "a.txt").write_text("some text " * 40)
     if given.get("path") == "odd":
         (tmp_path / "odd" / "unreadable").symlink_to("/proc/self/mem")
     base = {"kind": "text", "path": "a.txt", "sequence_length": 4, "validation_fraction": 0.2}
@@ -114,37 +115,33 @@ def _cache(monkeypatch, tmp_path):
 )
 @pytest.mark.promise("data-shapes", "messages-name-what-exists")
 @pytest.mark.parametrize(
-    ("given", "advice", "ways"),
+    "row",
     [
-        ({"path": None}, "name what to train on with data.path=…", [{}]),
-        ({"validation_path": "two"}, "name other rows, or name it once", [{"validation_path": "other"}, {}]),
-        ({"validation_path": "texts"}, "write both alike", [{"validation_path": "other"}]),
-        ({"path": "mixed"}, "write all rows in one shape", [{}]),
-        ({"path": "none"}, "write at least one, or change data.path", [{}]),
-        (
-            {"path": "one"},
-            "write more, or set data.validation_fraction=0",
-            [{}, {"path": "one", "validation_fraction": 0}],
-        ),
-        ({"path": "splits"}, "name one: data.path=splits/test or data.path=splits/train", [{"path": "splits/train"}]),
-        ({"path": "someone/rows"}, "download it with `hf download --repo-type dataset someone/rows", [{}]),
-        ({"path": "folder", "pattern": "*.jsonl"}, "change data.pattern", [{"path": "folder", "pattern": "*.json"}]),
-        ({"path": "./nowhere/rows"}, "change data.path", [{}]),
-        ({"path": "zzzzzzzzzzzz.json"}, "change data.path", [{}]),
+        ({"path": None}, "name what to train on with data.path=…", {}),
+        ({"validation_path": "two"}, "name other rows, or name it once", {"validation_path": "other"}, {}),
+        ({"validation_path": "texts"}, "write both alike", {"validation_path": "other"}),
+        ({"path": "mixed"}, "write all rows in one shape", {}),
+        ({"path": "none"}, "write at least one, or change data.path", {}),
+        ({"path": "one"}, "write more, or set data.validation_fraction=0", {}, {"path": "one", **NO_PART}),
+        ({"path": "splits"}, "name one: data.path=splits/test or data.path=splits/train", {"path": "splits/train"}),
+        ({"path": "someone/rows"}, "download it with `hf download --repo-type dataset someone/rows", {}),
+        ({"path": "folder", "pattern": "*.jsonl"}, "change data.pattern", {"path": "folder", "pattern": "*.json"}),
+        ({"path": "./nowhere/rows"}, "change data.path", {}),
+        ({"path": "zzzzzzzzzzzz.json"}, "change data.path", {}),
     ],
 )
-def test_rows_that_an_error_asks_for_are_converted(monkeypatch, tmp_path, given, advice, ways):
+def test_rows_that_an_error_asks_for_are_converted(monkeypatch, tmp_path, row):
     import datasets
 
+    given, advice, *ways = row
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
     chats = [{**CHAT, "id": number} for number in range(2)]
     found = {"two": chats, "other": [*chats, CHAT], "texts": [{"text": "a"}] * 2, "one": [CHAT], "none": []}
-    for name, written in {**found, "mixed": [CHAT, {"text": "a"}]}.items():
+    for name, written in {**found, "mixed": [CHAT, {"text": "a"}], "folder/rows.json": chats}.items():
         lines(tmp_path / name, *written)
     part = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
     datasets.DatasetDict(train=part, test=part).save_to_disk("splits")
-    (tmp_path / "folder").mkdir()
-    lines(tmp_path / "folder" / "rows.json", *chats)
     base = {"kind": "jsonl", "path": "two", "validation_fraction": 0.5}
     with pytest.raises(ConfigError, match=advice):
         loaded(**base | given)

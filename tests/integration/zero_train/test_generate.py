@@ -9,8 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.integration.zero_train.helpers import COMMON
-from zero_train.cli import app
-from zero_train.cli.generate import Speaker
+from zero_train.cli import app, generate
 
 pytestmark = pytest.mark.promise("generate")
 
@@ -63,10 +62,10 @@ def test_an_adapter_answers_over_the_model_that_it_names(tiny, tmp_path):
     peft = pytest.importorskip("peft")
     model, tokenizer = tiny
     model.save_pretrained(tmp_path / "base")
-    plain = Speaker.of(tmp_path / "base").model
+    plain = generate.Speaker.of(tmp_path / "base").model
     adapted = peft.get_peft_model(plain, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
     run = left_by_run(tmp_path / "run", adapted, tokenizer, base=str(tmp_path / "base"))
-    loaded = Speaker.of(run)
+    loaded = generate.Speaker.of(run)
     tokens = torch.arange(5)[None]
     with torch.no_grad():
         assert torch.equal(loaded.model(tokens).logits, adapted.eval()(tokens).logits)
@@ -75,7 +74,7 @@ def test_an_adapter_answers_over_the_model_that_it_names(tiny, tmp_path):
 
     (tmp_path / "base" / "config.json").rename(tmp_path / "config.json")
     with pytest.raises(ValueError, match=r"cannot be loaded: .*base"):
-        Speaker.of(run)
+        generate.Speaker.of(run)
 
 
 def test_a_model_of_bytes_continues_the_text(tmp_path, capsys):
@@ -104,26 +103,28 @@ def test_the_command_of_a_run_is_repeated_to_be_asked(saved, tmp_path, capsys):
     assert said(capsys, *asked)[0] == 0
 
 
+@pytest.mark.advice("write zero-train generate run.dir=FOLDER", "is not a number; change")
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "named", "way"),
     [
-        (["generate.prompt=x"], "run.dir is not given"),
-        (["run.dir={here}", "generate.promt=x"], "did you mean 'generate.prompt'?"),
-        (["run.dir={here}", "what is it?"], "cannot read 'what is it?'"),
-        (["run.dir={here}", "generate.tokens=many"], "generate.tokens=many is not a number"),
-        (["run.dir={here}", "generate.tokens=0"], "generate.tokens=0 is too small"),
-        (["run.dir={here}/nowhere"], "is no run folder"),
-        (["run.dir={here}/run"], "has no exported model"),
-        (["run.dir={here}/empty"], "cannot be loaded"),
+        ("generate.prompt=x", "run.dir is not given: write zero-train generate run.dir", "run.dir=x"),
+        ("run.dir={here} generate.promt=x", "did you mean 'generate.prompt'?", "run.dir=x generate.prompt=x"),
+        ("hello", "cannot read 'hello': write zero-train generate run.dir=FOLDER", "run.dir=x generate.prompt=hello"),
+        ("run.dir={here} generate.tokens=many", "=many is not a number; change generate.tokens", "run.dir=x"),
+        ("run.dir={here} generate.tokens=0", "is too small; set it to 1, for instance", "run.dir=x generate.tokens=1"),
+        ("run.dir={here}/nowhere", "is no run folder", ""),
+        ("run.dir={here}/run", "has no exported model", ""),
+        ("run.dir={here}/empty", "cannot be loaded", ""),
     ],
 )
-def test_what_cannot_answer_is_one_line(words, named, tmp_path, capsys):
+def test_what_cannot_answer_is_one_line(words, named, way, tmp_path, capsys):
     """Fails if a mistake is a traceback, another exit code than 2, or does not name what to change."""
     left_by_run(tmp_path / "run")
     left_by_run(tmp_path / "empty")
     (tmp_path / "empty" / "pretrained").mkdir()
     (tmp_path / "empty" / "pretrained" / "config.json").write_text('{"model_type": "llama"}')
-    code, out, complaint = said(capsys, *(word.format(here=tmp_path) for word in words))
-    assert (code, out) == (2, "")
-    assert complaint.count("\n") == 1
+    code, out, complaint = said(capsys, *words.format(here=tmp_path).split())
+    assert (code, out, complaint.count("\n")) == (2, "", 1)
     assert named in complaint
+    if way:
+        generate._read(way.split())

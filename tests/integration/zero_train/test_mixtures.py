@@ -14,28 +14,21 @@ from safetensors.torch import load_file
 
 import zero_core
 from tests.integration.zero_offload.test_plan_holds import compare
-from tests.integration.zero_train.test_finetune import (  # noqa: F401
-    STEPS,
-    _cache,
-    chats,
-    losses,
-    main,
-    model,
-    started,
-    stock,
-    words,
-)
+from tests.integration.zero_train.helpers import begun, printed
+from tests.integration.zero_train.test_finetune import STEPS, chats, four_bits, losses, main, stock, words
 from zero_core.moe.expert_groups import find_stacks
 from zero_train.model import dtypes, pretrained
 from zero_train.run import assemble, planning
 from zero_train.run.ranks import Ranks
 from zero_train.settings import compose
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 EXPERTS = 8
 
 
 @pytest.fixture(scope="module")
-def mixture(model, tmp_path_factory):  # noqa: F811
+def mixture(model, tmp_path_factory):
     """A folder as `model`'s, with a mixture in it: an expert has 12,288 values."""
     folder = tmp_path_factory.mktemp("mixture")
     shutil.copytree(model, folder, dirs_exist_ok=True)
@@ -52,8 +45,7 @@ def mixture(model, tmp_path_factory):  # noqa: F811
 def in_four_bits(folder):
     """transformers' model of 4 bits, whose stacks are quantised and dequantised as wholes."""
     bnb = pytest.importorskip("bitsandbytes")
-    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    found = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu")
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder, **four_bits())
     for parameter in (p for stack in find_stacks(found).values() for p in stack.parameters.values()):
         packed, state = bnb.functional.quantize_4bit(parameter.data, blocksize=64, quant_type="nf4")
         parameter.data = bnb.functional.dequantize_4bit(packed, state)
@@ -116,15 +108,27 @@ def test_a_scaled_down_run_of_a_recipe_holds_what_is_planned_from_its_config(rec
         assert ready.store.stats()["host_bytes"] == plans[0].total("host")
 
 
-@pytest.mark.promise("mixture-killed")
-def test_a_mixture_that_was_killed_in_training_ends_in_the_same_bits(mixture, tmp_path):
-    """kill -9 after step 5 of 8. Fails if experts in groups go on with values of another step, or of another expert."""
-    data = chats(tmp_path / "chats.jsonl")
-    more = ["offload=nvme", "io.allow_memory=true", "zero.expert_bytes=150000"]
-    assert main(words(mixture, data, tmp_path / "whole", *more)) == 0
-    given = words(mixture, data, tmp_path / "stopped", *more, "run.checkpoint_every=3", "run.resume=auto")
-    assert started(given, r"step 5/", signal.SIGKILL) == -signal.SIGKILL
-    assert main(given) == 0
+@pytest.mark.promise("mixture-killed", "finetune-killed")
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_run_that_was_killed_or_interrupted_ends_in_the_same_bits(dense, model, mixture, tmp_path):
+    """kill -9 after step 5, then Ctrl-C after step 7; the checkpoints are of steps 3, 6 and the one of Ctrl-C.
+
+    Fails if experts in groups go on with values of another step, or of another expert.
+    """
+    data, network = chats(tmp_path / "chats.jsonl"), model if dense else mixture
+    more = ["offload=nvme", "io.allow_memory=true", "run.checkpoint_every=3"]
+    more += [] if dense else ["zero.expert_bytes=150000"]
+    assert main(words(network, data, tmp_path / "whole", *more)) == 0
+    given = words(network, data, tmp_path / "stopped", *more, "run.resume=auto")
+    for until, number, codes in (
+        ("step 5/", signal.SIGKILL, [-signal.SIGKILL]),
+        ("step 7/", signal.SIGINT, [130, 0]),  # 0: it was the last step's turn already
+    ):
+        printed(process := begun(tmp_path, *given), until, number)
+        assert process.returncode in codes
+    for _ in range(2):  # the second time, nothing is left to train
+        assert main(given) == 0
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     whole, stopped = (load_file(tmp_path / name / "pretrained" / "model.safetensors") for name in ("whole", "stopped"))
-    assert len(whole) > 2 * EXPERTS and all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert dense or len(whole) > 2 * EXPERTS
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)

@@ -11,19 +11,19 @@ import peft
 import torch
 import transformers
 
-from tests.integration.zero_hf.launching import launched
-from tests.integration.zero_train.test_finetune import (  # noqa: F401
+from tests.integration.zero_train.test_finetune import (
     USUAL,
-    _cache,
     chats,
+    four_bits,
     losses,
-    model,
+    on_a_rank,
     preferences,
     words,
+    written,
 )
 from zero_train.cli.app import main
 
-pytestmark = pytest.mark.promise("reward")
+pytestmark = [pytest.mark.promise("reward"), pytest.mark.usefixtures("own_cache")]
 
 HELD_OUT = 5  # rows: on two ranks the last batch has one row for one of them
 
@@ -33,12 +33,10 @@ def held_out(folder: Path) -> Path:
     rows = [{"prompt": f"what is {n}?", "chosen": f" it is {n}", "rejected": " no idea"} for n in (71, 72, 73)]
     rows += [{"prompt": f"what is {n}?", "chosen": " no idea", "rejected": f" it is {n}"} for n in (74, 75)]
     assert len(rows) == HELD_OUT
-    file = folder / "held_out.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return written(folder / "held_out.jsonl", rows)
 
 
-def given(model: Path, data: Path, folder: Path, *more: str) -> list[str]:  # noqa: F811
+def given(model: Path, data: Path, folder: Path, *more: str) -> list[str]:
     own = [f"data.validation_path={held_out(data.parent)}", "run.evaluate_every=4", "run.evaluate_batches=null"]
     usual = words(model, data, folder, "offload=host", *own, *more, task="reward")
     return [word for word in usual if word not in ("run.evaluate_every=0", "data.validation_fraction=0")]
@@ -60,31 +58,12 @@ def by_torch(network: torch.nn.Module, tokenizer, file: Path) -> tuple[float, fl
     return float(torch.nn.functional.softplus(-found).mean()), float((found > 0).double().mean())
 
 
-def ran(words, cache):
-    """A run on a rank of a pool."""
-    with launched(XDG_CACHE_HOME=cache):
-        return main(words)
-
-
 @pytest.mark.advice("holds a reward model, which scores texts")
-def test_what_is_exported_scores_and_its_validation_is_torchs_on_one_rank_and_on_two(
-    ranks,
-    model,  # noqa: F811
-    tmp_path,
-    capsys,
-):
+def test_what_is_exported_scores_and_its_validation_is_torchs_on_one_rank_and_on_two(ranks, model, tmp_path, capsys):
     """Fails if transformers draws a head of its own, or a batch of one row weighs as much as a full one."""
     data = preferences(tmp_path / "pairs.jsonl")
-    assert (
-        main(
-            [
-                w
-                for w in given(model, data, tmp_path / "one", "run.keep_best=true", "run.checkpoint_every=4")
-                if w != "run.checkpoint_every=0"
-            ]
-        )
-        == 0
-    )
+    best = given(model, data, tmp_path / "one", "run.keep_best=true", "run.checkpoint_every=4")
+    assert main([word for word in best if word != "run.checkpoint_every=0"]) == 0
     printed = capsys.readouterr().out
     assert "nats per pair, accuracy 0." in printed and "the lowest validation loss was" in printed
     folder = tmp_path / "one" / "pretrained"
@@ -96,32 +75,14 @@ def test_what_is_exported_scores_and_its_validation_is_torchs_on_one_rank_and_on
     loss, accuracy = by_torch(network.eval(), tokenizer, tmp_path / "held_out.jsonl")
     assert (best["loss"], best["accuracy"]) == (pytest.approx(loss, rel=1e-5), accuracy)
     two = [word for word in given(model, data, tmp_path / "two", "run.accumulate=1") if word != "run.accumulate=2"]
-    assert ranks(2).run(ran, two, str(tmp_path / "cache")) == [0, 0]
+    assert ranks(2).run(on_a_rank, str(tmp_path / "cache"), main, two) == [0, 0]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     for one, other in zip(validation(tmp_path / "one"), validation(tmp_path / "two"), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
 
 
-def test_pairs_without_a_prompt_are_those_with_it(model, tmp_path):  # noqa: F811
-    """Texts, and conversations that begin with different messages: fails if a prompt is asked for, or left out."""
-    data, whole = preferences(tmp_path / "pairs.jsonl"), tmp_path / "whole.jsonl"
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    joined = [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in rows]
-    whole.write_text("".join(json.dumps(row) + "\n" for row in joined))
-    more = ["run.steps=3", "offload=none", "optim.warmup_steps=1"]
-    for name, file in (("pairs", data), ("whole", whole)):
-        assert main(words(model, file, tmp_path / name, *more, task="reward")) == 0
-    said = [
-        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}] for row in rows
-    ]
-    talks = [{"chosen": said[at], "rejected": said[at - 1]} for at in range(len(said))]
-    whole.write_text("".join(json.dumps(row) + "\n" for row in talks))
-    assert main(words(model, whole, tmp_path / "talks", *more, task="reward")) == 0
-    assert losses(tmp_path / "pairs") == losses(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-def test_adapters_are_trained_with_the_head_and_saved_with_it(model, tmp_path, capsys, kind):  # noqa: F811
+def test_adapters_are_trained_with_the_head_and_saved_with_it(model, tmp_path, kind):
     """Fails if the head is frozen, quantised or drawn anew when the adapters are opened, or a merge leaves it out."""
     if kind == "qlora":
         pytest.importorskip("bitsandbytes")
@@ -131,28 +92,20 @@ def test_adapters_are_trained_with_the_head_and_saved_with_it(model, tmp_path, c
     seen = validation(tmp_path / "run")
     assert seen[-1]["loss"] != seen[0]["loss"] and losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
     folder = tmp_path / "run" / "pretrained"
-    how = {"num_labels": 1}
-    if kind == "qlora":
-        four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        how |= {"quantization_config": transformers.BitsAndBytesConfig(**four_bits), "device_map": "cpu"}
+    how = {"num_labels": 1} | (four_bits() if kind == "qlora" else {})
     base = transformers.AutoModelForSequenceClassification.from_pretrained(model, **how)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     base.config.pad_token_id = tokenizer.pad_token_id
     network = peft.PeftModel.from_pretrained(base, folder).eval()
     loss, accuracy = by_torch(network, tokenizer, tmp_path / "held_out.jsonl")
     assert (seen[-1]["loss"], seen[-1]["accuracy"]) == (pytest.approx(loss, rel=1e-4), accuracy)
-    if kind == "lora":  # as the error below says
+    if kind == "lora":  # as the error of adapter.merge=true says: merge with PEFT's merge_and_unload()
         merged = by_torch(network.merge_and_unload(), tokenizer, tmp_path / "held_out.jsonl")
         assert merged == (pytest.approx(loss, rel=1e-4), accuracy)
-    capsys.readouterr()
-    assert main(given(model, data, tmp_path / "other", *adapted, "adapter.merge=true")) == 2
-    assert "set adapter.merge=false, and merge with PEFT's merge_and_unload()" in capsys.readouterr().err
-    assert main(["generate", f"run.dir={tmp_path / 'run'}", "generate.prompt=a"]) == 2
-    assert "pretrained holds a reward model, which scores texts and writes none" in capsys.readouterr().err
 
 
 @pytest.mark.advice("is a reward model, which scores texts and has no head")
-def test_a_reward_model_is_trained_on_and_neither_answers_nor_takes_another_task(model, tmp_path, capsys):  # noqa: F811
+def test_a_reward_model_is_trained_on_and_neither_answers_nor_takes_another_task(model, tmp_path, capsys):
     """Fails if a head that writes is drawn at random for it, without a word; or its own head is drawn anew."""
     data = preferences(tmp_path / "pairs.jsonl")
     assert main(words(model, data, tmp_path / "run", "offload=host", task="reward")) == 0
@@ -166,7 +119,7 @@ def test_a_reward_model_is_trained_on_and_neither_answers_nor_takes_another_task
     assert "is a reward model, which scores texts and has no head that writes them" in capsys.readouterr().err
 
 
-def test_a_plan_counts_both_texts_of_a_pair(model, capsys):  # noqa: F811
+def test_a_plan_counts_both_texts_of_a_pair(model, capsys):
     counted = []
     for task in ("sft", "dpo", "reward"):
         assert main([f"task={task}", f"model.path={model}", "run.dry=true", "offload=host", *USUAL[:3]]) == 0

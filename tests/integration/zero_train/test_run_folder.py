@@ -1,9 +1,12 @@
 """A run folder belongs to one run: nothing of it is overwritten, mixed, deleted or continued unless one asks for it."""
 
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import signal
 
 import pytest
 
@@ -60,22 +63,6 @@ def test_a_folder_in_use_is_refused_and_stands(copy, capsys):
         pass
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("run.seed=3", "run.seed=0, now 3"),
-        ("data.sequence_length=16", "data.sequence_length=32, now 16"),
-        ("model.layers=3", "model.layers=2, now 3"),
-        ("optim.lr=0.5", "optim.lr=0.001, now 0.5"),
-        ("precision=fp32", "precision.parameters=bf16, now fp32"),
-    ],
-)
-def test_auto_does_not_continue_another_run(done, override, words):
-    with pytest.raises(ConfigError, match="holds another run") as caught:
-        found(done, "run.resume=auto", override)
-    assert words in str(caught.value)
-
-
 def test_a_run_with_a_schedule_of_0_2_is_continued_on_purpose_alone(copy):
     """The key is gone, so its rates would be others without a word."""
     for path in copy.rglob("config.yaml"):
@@ -86,26 +73,40 @@ def test_a_run_with_a_schedule_of_0_2_is_continued_on_purpose_alone(copy):
     assert "optim.schedule=None (was" in resume.differing(found(copy, there), compose.compose([*COMMON, *RUN]))
 
 
+def test_folders_that_an_error_asks_for_are_taken(tmp_path):
+    with pytest.raises(ConfigError, match="or start again without run.resume"):
+        found(tmp_path / "new", f"run.resume={tmp_path}")
+    assert found(tmp_path / "new") is None
+    for content, advice in (("{", "cannot be read: .*; name another folder"), ("model: {layers: 1}", "another folder")):
+        (tmp_path / "config.yaml").write_text(content)
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        with pytest.raises(ConfigError, match=advice):
+            found(tmp_path, "run.resume=auto")
+        assert found(tmp_path / "new", "run.resume=auto") is None
+
+
 @pytest.mark.advice("is after step {} of {}; raise", ", or continue it after step")
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "differs"),
     [
-        ["model.layers=3"],
-        ["model=gpt2", "run.seed=3"],
-        ["optim=sgd"],
-        ["optim.lr=0.5"],
-        ["run.seed=3", "run.steps=3"],
-        ["run.steps=3"],
+        ("model.layers=3", "model.layers=2, now 3"),
+        ("model=gpt2 run.seed=3", "run.seed=0, now 3"),
+        ("optim=sgd", ""),
+        ("optim.lr=0.5", "optim.lr=0.001, now 0.5"),
+        ("data.sequence_length=16", "data.sequence_length=32, now 16"),
+        ("precision=fp32", "precision.parameters=bf16, now fp32"),
+        ("run.seed=3 run.steps=3", "run.seed=0, now 3"),
+        ("run.steps=3", None),
     ],
 )
-@pytest.mark.parametrize("asked", [(), ("run.resume=auto",)])
-def test_the_way_out_that_is_named_works(copy, changed, asked, capsys):
+@pytest.mark.parametrize("asked", ["", "run.resume=auto"])
+def test_auto_does_not_continue_another_run_and_the_way_out_that_is_named_works(copy, changed, differs, asked, capsys):
     """Fails if the command that a refusal suggests is refused next, before or while it loads the checkpoint."""
-    command = [*COMMON, *RUN, f"run.dir={copy}", *changed]
-    assert app.main([*command, *asked]) == 2
-    way = re.search(
-        r", or continue it after step 4 (?:on purpose )?with (.+)$|; (raise run.steps)$", capsys.readouterr().err
-    )
+    command = [*COMMON, *RUN, f"run.dir={copy}", *changed.split()]
+    assert app.main([*command, *asked.split()]) == 2
+    said = capsys.readouterr().err
+    assert not asked or differs is None or ("holds another run" in said and differs in said), said
+    way = re.search(r", or continue it after step 4 (?:on purpose )?with (.+)$|; (raise run.steps)$", said)
     assert way, "no way out"
     assert app.main([*command, *(way[1] or "run.resume=auto run.steps=4").split()]) == 0
 
@@ -234,3 +235,34 @@ def test_a_sweep_on_two_ranks_runs_all_its_jobs(tmp_path, interpreter):
         (line,) = (tmp_path / "sweep" / str(job) / "metrics.jsonl").read_text().splitlines()
         assert json.loads(line)["step"] == 1
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv"]
+
+
+@pytest.mark.promise("folder-in-use")
+def test_a_killed_run_leaves_no_lock(tmp_path):
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with run_folder.claimed(tmp_path / "run"):
+                os.write(write, b"x")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.read(read, 1)
+    try:
+        with pytest.raises(ConfigError, match=f"process {child}"), run_folder.claimed(tmp_path / "run"):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with run_folder.claimed(tmp_path / "run"):
+        pass
+
+
+def test_a_filesystem_without_locks_is_told(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with run_folder.claimed(tmp_path / "run") as reason:
+        assert reason == "No locks available"

@@ -6,35 +6,49 @@ import pytest
 
 pytest.importorskip("trl")
 
-from examples.two_stages import QUESTION
-from tests.integration.zero_train import two_stages
-from tests.integration.zero_train.test_finetune import (  # noqa: F401
-    _cache,
-    chats,
-    losses,
-    model,
-)
+import peft
+import transformers
+
+import zero_core
+from examples.two_stages import QUESTION, answer, lora
+from tests.integration.zero_train.test_finetune import chats, losses, preferences, stock, words
 from zero_hf import commands
 from zero_train.cli.app import main
+from zero_train.model import pretrained
+from zero_train.settings import compose
 
-pytestmark = pytest.mark.promise("two-stage-commands")
+pytestmark = [pytest.mark.promise("two-stage-commands"), pytest.mark.usefixtures("own_cache")]
 
-STEPS = 6
+ADAPTED = ("adapter=lora", "adapter.rank=8", "adapter.alpha=16", "adapter.merge=true")
 
 
-def test_two_commands_have_the_losses_of_trl_alone_and_its_answer(model, tmp_path, capsys):  # noqa: F811
+def adapted(network, folder, line):
+    """`network` with adapters, whose values are those with which the run of this command begins."""
+    drawn = pretrained.build(folder, compose.compose(line))
+    zero_core.materialise(drawn)
+    values = {name: value for name, value in drawn.state_dict().items() if "lora_" in name}
+    network = peft.get_peft_model(network, lora())
+    assert values and not network.load_state_dict(values, strict=False).unexpected_keys
+    return network
+
+
+def test_two_commands_have_the_losses_of_trl_alone_and_its_answer(model, tmp_path, capsys):
     """Fails if a stage begins with other values than the one before has merged, or an answer is another model's."""
-    wanted, answer = two_stages.alone(tmp_path, model, STEPS)
-    begun, data = model, dict(zip(("sft", "dpo"), two_stages.rows(tmp_path), strict=True))
-    for task, file in data.items():
-        line = two_stages.words(task, begun, file, tmp_path / task, STEPS, "offload=nvme", "io.allow_memory=true")
-        assert main([*line, "run.threads=1"]) == 0
-        assert losses(tmp_path / task) == pytest.approx(wanted[task], rel=1e-5, abs=0)
+    begun, network = model, transformers.AutoModelForCausalLM.from_pretrained(model)
+    for task, rows in (("sft", chats), ("dpo", preferences)):
+        data = rows(tmp_path / f"{task}.jsonl")
+        line = words(begun, data, tmp_path / task, *ADAPTED, "offload=nvme", "io.allow_memory=true", task=task)
+        network = adapted(network, model, line)
+        wanted = stock(model, tmp_path / "alone", data, task, network=network)
+        network = network.merge_and_unload()
+        assert main(line) == 0
+        assert losses(tmp_path / task) == pytest.approx(wanted, rel=1e-5, abs=0)
         begun = tmp_path / task / "merged"
+    said = answer(network, transformers.AutoTokenizer.from_pretrained(model))
     for folder in (tmp_path / "dpo", begun):  # with the adapter beside what SFT has merged, and merged
         capsys.readouterr()
         assert main(["generate", f"run.dir={folder}", f"generate.prompt={QUESTION}", "generate.tokens=24"]) == 0
-        assert capsys.readouterr().out.strip() == answer
+        assert capsys.readouterr().out.strip() == said
 
 
 @pytest.mark.advice(
@@ -42,19 +56,16 @@ def test_two_commands_have_the_losses_of_trl_alone_and_its_answer(model, tmp_pat
     "name {}, which has both",
     "write both as one model with `zero-hf merge",
 )
-def test_a_stage_takes_the_folder_that_it_is_told(model, tmp_path, capsys):  # noqa: F811
+def test_a_stage_takes_the_folder_that_it_is_told(model, tmp_path, capsys):
     """Fails if a run folder or an adapter, given as a model, ends in a message that leads nowhere."""
     data = chats(tmp_path / "chats.jsonl")
 
     def checked(folder, *more):
-        line = two_stages.words("sft", folder, data, tmp_path / "next", 1, "offload=host", "run.dry=true", *more)
-        code = main(line)
+        code = main(words(folder, data, tmp_path / "next", *ADAPTED, "offload=host", "run.dry=true", *more))
         return code, capsys.readouterr().err
 
     def trained(name, adapted):
-        line = two_stages.words("sft", model, data, tmp_path / name, 1, "offload=host", "run.threads=1")
-        left_out = "adapter.merge=" if adapted else "adapter"
-        assert main([word for word in line if not word.startswith(left_out)]) == 0
+        assert main(words(model, data, tmp_path / name, "offload=host", *(ADAPTED[:3] if adapted else ()))) == 0
         return tmp_path / name
 
     whole = trained("whole", adapted=False)

@@ -1,4 +1,4 @@
-"""Mistakes that are told before torch and datasets are imported: fails if a message waits for one of them again."""
+"""What happens before torch and datasets are imported: mistakes are told, and a process decides about itself."""
 
 import json
 import os
@@ -7,45 +7,37 @@ import sys
 
 import pytest
 
-pytest.importorskip("trl")
-
 WRONG = {
-    "value": (["run.micro_batch=0"], "run.micro_batch=0 must be at least 1"),
-    "row": (["data.path={folder}/chats.jsonl"], 'chats.jsonl, line 2 has "usr" as `role`'),
-    "trl": (["task=pretrain", "trl.packing=true"], "trl.packing is a setting of TRL's trainers"),
-    "mixture": (["data.sources=[{{path: {folder}/good.jsonl, weight: -1}}]"], "data.sources[0].weight=-1"),
-    "model": (["data.path={folder}/good.jsonl"], "has no config.json"),
-    "pair": (["task=reward", "data.path={folder}/good.jsonl"], "line 1 has `messages`, and task=reward needs"),
-    "head": (["data.path={folder}/good.jsonl"], "is a reward model, which scores texts"),
-    "adapter": (["data.path={folder}/good.jsonl"], "has an adapter, and not the model that it was trained with"),
-    "columns": (["data.sources=[{{path: {folder}/good.jsonl}}, {{path: {folder}/pairs.jsonl}}]"], "write both alike"),
-    "merge": (["task=reward", "adapter=lora", "adapter.merge=true"], "set adapter.merge=false, and merge with PEFT's"),
+    "value": ("run.micro_batch=0", "run.micro_batch=0 must be at least 1"),
+    "row": ("data.path={folder}/chats.jsonl", 'chats.jsonl, line 2 has "usr" as `role`'),
+    "model": ("data.path={folder}/good.jsonl", "has no config.json"),
+    "pair": ("task=reward data.path={folder}/good.jsonl", "line 1 has `messages`, and task=reward needs"),
+    "head": ("data.path={folder}/good.jsonl", "is a reward model, which scores texts"),
+    "adapter": ("data.path={folder}/good.jsonl", "has an adapter, and not the model that it was trained with"),
+    "columns": ("data.sources=[{{path:{folder}/good.jsonl}},{{path:{folder}/pairs.jsonl}}]", "write both alike"),
+    "merge": ("task=reward adapter=lora adapter.merge=true", "set adapter.merge=false, and merge with PEFT's"),
 }
 
 
 @pytest.mark.promise("early-mistake")
 @pytest.mark.parametrize("name", sorted(WRONG))
 def test_a_mistake_is_told_without_torch(tmp_path, name):
+    pytest.importorskip("trl")
     given, said = WRONG[name]
     rows = [
         {"messages": [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]}
         for role in ("user", "usr")
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "good.jsonl").write_text("".join(json.dumps(rows[0]) + "\n" for _ in range(4)))
+    (tmp_path / "good.jsonl").write_text(4 * (json.dumps(rows[0]) + "\n"))
     (tmp_path / "pairs.jsonl").write_text(4 * (json.dumps({"prompt": "a", "completion": "b"}) + "\n"))
-    (tmp_path / "adapter_config.json").write_text("{}")
-    if name == "model":
-        (tmp_path / "adapter_config.json").unlink()
-    elif name != "adapter":
+    if name != "model":
+        (tmp_path / "adapter_config.json").write_text("{}")
+    if name not in ("model", "adapter"):
         kinds = ["LlamaForSequenceClassification"] if name == "head" else []
         (tmp_path / "config.json").write_text(json.dumps({"architectures": kinds}))
-    task = [] if given[0].startswith("task=") else ["task=sft"]
-    words = [
-        *task,
-        *([] if name == "trl" else [f"model.path={tmp_path}"]),
-        *(word.format(folder=tmp_path) for word in given),
-    ]
+    task = [] if given.startswith("task=") else ["task=sft"]
+    words = [*task, f"model.path={tmp_path}", *given.format(folder=tmp_path).split()]
     words.append(f"run.dir={tmp_path / 'run'}")
     slow = "[n for n in ('torch', 'datasets') if n in sys.modules]"
     program = f"import sys; from zero_train.cli.app import main; code = main({words}); print(code, {slow})"
@@ -55,3 +47,37 @@ def test_a_mistake_is_told_without_torch(tmp_path, name):
     imported = ["datasets"] if name in ("row", "columns") else []  # which opens what is converted
     assert said in ended.stderr and ended.stdout.splitlines()[-1] == f"2 {imported}", ended
     assert not (tmp_path / "run").exists()
+
+
+REPORT = """
+import os, sys, types
+
+def main():
+    names = ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    print(*(os.environ.get(name, "-") for name in names), "torch" in sys.modules)
+
+sys.modules["zero_train.cli.app"] = types.SimpleNamespace(main=main)
+from zero_train.__main__ import console
+console()
+"""
+
+
+@pytest.mark.promise("huge-pages")
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "1 1000 -"),
+        ({"THP_MEM_ALLOC_ENABLE": "0"}, "0 1000 -"),
+        ({"GOMP_SPINCOUNT": "7"}, "1 7 -"),
+        ({"OMP_WAIT_POLICY": "active"}, "1 - active"),
+    ],
+)
+def test_huge_pages_and_short_waits_are_asked_for_before_torch_is_imported_unless_the_user_said_something(
+    given, found, monkeypatch
+):
+    for name in ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    ended = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout.split(), ended.returncode) == ([*found.split(), "False"], 0), ended.stderr

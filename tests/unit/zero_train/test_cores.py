@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import zero_train.run.cpu_affinity
+from zero_core.errors import CollectiveError
 from zero_optim_cpu import cores
-from zero_train.run import train
-from zero_train.run.ranks import Ranks
+from zero_train.run.ranks import Ranks, device_type
 from zero_train.settings import compose as config
 
 
@@ -70,12 +70,47 @@ def test_otherwise_nothing_is_bound(gpu, monkeypatch, ranks, override):
     assert not gpu
 
 
-def test_a_dry_run_says_which_cores(gpu, monkeypatch, capsys):
-    """The run is one on the CPU; only the cores are claimed as beside a GPU."""
-    real = zero_train.run.cpu_affinity.claimed
-    monkeypatch.setattr(zero_train.run.cpu_affinity, "claimed", lambda config, _: real(config, OnGpu()))
-    before = os.sched_getaffinity(0)
-    assert train.run(composed("data=synthetic", "run.dry=true")).exit_code == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update: ")]
-    found = cores.beside_gpus([cores.Seat(None, tuple(sorted(before)))], 0)
-    assert said == [f"update: {found}"]
+@pytest.fixture
+def accelerator(monkeypatch):
+    """torch's accelerator, as these tests describe it."""
+
+    def seen(kind, **module):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device(kind))
+        found = SimpleNamespace(is_available=lambda: True, **module)
+        monkeypatch.setattr(torch, "get_device_module", lambda device: found)
+
+    return seen
+
+
+def test_torchs_accelerator_is_taken_and_the_cpu_where_there_is_none(accelerator):
+    accelerator("xpu", Stream=object)
+    assert Ranks(local_rank=2).device == torch.device("xpu", 2)
+    assert device_type("cpu") == "cpu"
+    accelerator(None)
+    assert Ranks(local_rank=2).device == torch.device("cpu")
+
+
+@pytest.mark.promise("device-chosen")
+def test_two_kinds_are_taken_only_where_they_are_asked_for(accelerator):
+    accelerator("mps")  # without streams
+    assert device_type(None) == "cpu"
+    accelerator("xpu", Stream=object, simulated=True)
+    assert device_type(None) == "cpu" and device_type("xpu") == "xpu"
+
+
+def test_a_device_that_torch_does_not_see_is_not_taken():
+    assert device_type("no-such-device") == device_type(None)
+
+
+@pytest.mark.promise("machines-exit")
+@pytest.mark.parametrize("call", ["mean", "most", "gather"])
+def test_a_rank_that_does_not_reach_the_others_raises_an_error_of_ours(monkeypatch, call):
+    """Fails if gloo's own RuntimeError escapes, which ends a run with a traceback."""
+
+    def fails(*given, **named):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", fails)
+    with pytest.raises(CollectiveError, match="rank 1 of 2 did not reach the others: Connection closed by peer"):
+        getattr(Ranks(1, 2, device_type="cpu"), call)(0)

@@ -34,13 +34,6 @@ def test_files_of_a_folder_that_are_not_text_are_counted(tmp_path):
     assert "empty or not text: 1)" in corpus.name and "2 files" in corpus.name
 
 
-def test_targets_are_the_next_bytes():
-    corpus = text.load(config("synthetic"), 0)
-    tokens, targets = corpus.batch(5, 3, 16, seed=2)
-    assert tokens.shape == targets.shape == (3, 16) and tokens.dtype == torch.int64
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-
-
 def test_a_sample_depends_on_its_number_and_seed_alone():
     corpus = text.load(config("synthetic"), 0)
     whole = corpus.batch(8, 4, 16, seed=1)[0]

@@ -1,11 +1,12 @@
-"""Each architecture: the size asked for, causal, and refused with the key where sizes do not fit."""
+"""Each architecture: the size asked for, causal, refused with the key where sizes do not fit; and precision=auto."""
 
 import pytest
 import torch
 
 from zero_train.errors import ConfigError
-from zero_train.model import causal_lm
+from zero_train.model import causal_lm, dtypes, folders
 from zero_train.schema import ModelConfig
+from zero_train.settings import compose
 
 
 def config(kind, **values):
@@ -49,22 +50,58 @@ def test_attention_without_masks_has_the_bits_of_transformers_own(kind, tmp_path
     assert all(map(torch.equal, ours, seen()))
 
 
+@pytest.mark.advice("model.experts={}; change one")
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "words", "ways"),
     [
-        ({"hidden_size": 30}, ["model.hidden_size=30", "model.heads=4"]),
-        ({"key_value_heads": 3}, ["model.heads=4", "model.key_value_heads=3"]),
-        ({"kind": "lama"}, ["model=lama", "llama"]),
-        ({"kind": "moe", "experts": 2, "experts_per_token": 3}, ["model.experts_per_token=3"]),
-        ({"kind": "hf", "path": "/nowhere"}, ["model.path=/nowhere", "config.json"]),
-        ({"kind": "hf"}, ["model.path"]),
+        (
+            {"hidden_size": 30},
+            ["model.hidden_size=30", "even multiple of model.heads=4"],
+            [{"hidden_size": 24}, {"heads": 3}],
+        ),
+        ({"key_value_heads": 3}, ["model.heads=4", "model.key_value_heads=3"], [{"key_value_heads": 2}, {"heads": 3}]),
+        ({"kind": "lama"}, ["model=lama", "llama"], []),
+        ({"kind": "moe", "experts": 2, "experts_per_token": 3}, ["model.experts_per_token=3"], [{"experts": 3}]),
+        ({"kind": "moe", "experts": 1}, ["model.experts=1; change one"], [{"experts_per_token": 1}, {"experts": 2}]),
+        ({"kind": "hf", "path": "/nowhere"}, ["model.path=/nowhere", "name a folder saved by save_pretrained"], []),
+        ({"kind": "hf"}, ["model.path"], []),
     ],
 )
-def test_sizes_that_do_not_fit_name_their_keys(values, words):
+def test_sizes_that_do_not_fit_name_their_keys(values, words, ways):
+    sizes = {"kind": "llama", "hidden_size": 24, "vocab_size": 256} | values
     with pytest.raises(ConfigError) as caught:
-        causal_lm.build(config(**{"kind": "llama", **values}), 16)
+        causal_lm.build(config(**sizes), 16)
     for word in words:
         assert word in str(caught.value)
+    for way in ways:
+        causal_lm.build(config(**sizes | way), 16)
+
+
+def test_a_folder_that_an_error_asks_for_is_taken(saved, tmp_path):
+    path = saved(256).path
+    (tmp_path / "empty").mkdir()
+    for wrong, said in (
+        (str(tmp_path / "empty"), "name a folder saved by save_pretrained$"),
+        ("/model", "name a folder saved by save_pretrained$"),  # which no hub has
+        ("someone/model", "or download it with `hf download someone/model --local-dir FOLDER`"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            folders.local(wrong)
+    assert folders.local(path) == tmp_path
+    with pytest.raises(ConfigError, match="too small for the 256 values of a byte; name another model"):
+        causal_lm.build(saved(100), 16)
+
+
+@pytest.mark.advice("set model.vocab_size={}")
+def test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models_own(saved):
+    small, large = config("llama", vocab_size=256), config("llama", vocab_size=400)
+    with pytest.raises(ConfigError, match="the tokenizer has 400 tokens; set model.vocab_size=400"):
+        causal_lm.check_vocabulary(causal_lm.build(small, 16), small, 400)
+    causal_lm.check_vocabulary(causal_lm.build(large, 16), large, 400)
+    own = saved(256)
+    with pytest.raises(ConfigError, match="name its own tokenizer"):
+        causal_lm.check_vocabulary(causal_lm.build(own, 16), own, 400)
+    causal_lm.check_vocabulary(causal_lm.build(own, 16), own, 256)
 
 
 @pytest.fixture
@@ -96,5 +133,42 @@ def test_a_pretrained_model_that_does_not_read_bytes_is_refused_unless_asked(sav
     described = saved(vocabulary, *files)
     with pytest.raises(ConfigError) as caught:
         causal_lm.build(described, 16)
-    assert words in str(caught.value) and "data.as_bytes=true" in str(caught.value)
+    assert words in str(caught.value)
+    assert "name a model that was trained on bytes, or set data.as_bytes=true" in str(caught.value)
     assert causal_lm.build(described, 16, as_bytes=True).config.vocab_size == vocabulary
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def resolved(tmp_path, device, flags, *overrides):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
+    composed = compose.compose(["recipe=tiny", "run.dir=x", *overrides])
+    reason = dtypes.resolve(composed, device, cpuinfo)
+    return composed.precision.parameters, composed.precision.states, reason
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "expected"),
+    [
+        (CPU, "flags\t\t: fpu avx512f", ("fp32", "fp32")),
+        (CPU, "flags\t\t: fpu avx512_bf16", ("bf16", "split")),
+        (CPU, "Features\t: fp asimd bf16", ("bf16", "split")),
+        (CPU, "", ("fp32", "fp32")),
+        (GPU, "flags\t\t: fpu", ("bf16", "split")),
+    ],
+)
+def test_auto_follows_the_device(tmp_path, device, flags, expected):
+    parameters, states, reason = resolved(tmp_path, device, flags)
+    assert (parameters, states) == expected
+    assert reason.startswith(parameters)
+
+
+@pytest.mark.promise("device-bf16")
+@pytest.mark.parametrize(("computes", "expected"), [(True, "bf16"), (False, "fp32")])
+def test_auto_asks_the_device_whether_it_computes_in_bf16(tmp_path, monkeypatch, computes, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: emulated or computes)
+    assert resolved(tmp_path, GPU, "")[0] == expected
+    assert resolved(tmp_path, CPU, "", "run.dry=true", "hardware.device=cuda")[0] == "bf16"  # described, not asked

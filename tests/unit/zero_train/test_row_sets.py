@@ -112,9 +112,8 @@ def test_sets_have_their_shares_and_none_is_left_out(tmp_path):
     sources = "data.sources=[{{path: {}, weight: {}}}, {{path: {}, weight: 1}}]".format
     given = ("data=mixture", "data.validation_fraction=0", sources(one, 3, other))
     found = asked(load(*given).training)
-    assert len(set(found)) == 120 and found == asked(load(*given).training) != asked(
-        load(*given, "run.seed=1").training
-    )
+    other_seed = asked(load(*given, "run.seed=1").training)
+    assert len(set(found)) == 120 and found == asked(load(*given).training) != other_seed
     assert 0.6 < sum("a" in text.split()[1] for text in found) / len(found) < 0.9
     together = load("data=mixture", f"data.sources=[{{path: {one}}}, {{path: {other}, validation_fraction: 0.5}}]")
     assert len(together.training) == 86 + 15 and len(together.validation) == 4 + 15
@@ -133,18 +132,16 @@ def test_the_order_is_accelerates_pass_after_pass():
 @pytest.mark.promise("row-formats")
 def test_a_number_that_datasets_would_round_is_told(tmp_path):
     """Fails if a call's argument is another number in what is learned, as `datasets` keeps JSON with 10 digits."""
-    for given in (0.12345678901234566, "0.12345678901234566"):
+
+    def loaded(given):
         row = chat(0)
         row["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": given}}}]
-        path = lines(tmp_path / "a.jsonl", [row])
-        if isinstance(given, float):
-            with pytest.raises(
-                ConfigError, match=r"line 1 has a number that `datasets` rounds, .*; write it as a text"
-            ):
-                load(f"data.path={path}", "data.validation_fraction=0")
-        else:
-            read = load(f"data.path={path}", "data.validation_fraction=0").training[0]["messages"]
-            assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": given}
+        return load(f"data.path={lines(tmp_path / 'a.jsonl', [row])}", "data.validation_fraction=0").training[0]
+
+    with pytest.raises(ConfigError, match=r"line 1 has a number that `datasets` rounds, .*; write it as a text"):
+        loaded(0.12345678901234566)
+    read = loaded("0.12345678901234566")["messages"]
+    assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": "0.12345678901234566"}
 
 
 @pytest.mark.promise("row-formats")
