@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import kit
 from tests.integration.zero_train.helpers import COMMON, stopped_after, trained
 from zero_train.errors import ConfigError, RunError
 from zero_train.run.ranks import Ranks, same_folder
@@ -25,14 +26,23 @@ def slabs(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.slab"))
 
 
-def on_two(folder, stop, *overrides):
-    """Runs on this rank, and stops after step `stop` unless it is 0. Returns losses and digest, or what it was told."""
+def told(function, *given):
+    """What it returns, or what it was told."""
     try:
-        with stopped_after(stop, signal.SIGTERM):
-            done = trained(folder, *RUN, *overrides)
+        return function(*given)
     except (ConfigError, RunError) as error:
         return str(error)
-    return done.losses, done.digest
+
+
+def on_two(folder, stop, *overrides):
+    """Losses and digest of this rank, or what it was told. A run that stops after step `stop` unless that is 0."""
+
+    def run():
+        with stopped_after(stop, signal.SIGTERM):
+            done = trained(folder, *RUN, *overrides)
+        return done.losses, done.digest
+
+    return told(run)
 
 
 def stopped(ranks, folder):
@@ -43,75 +53,42 @@ def stopped(ranks, folder):
     return whole, local
 
 
-@pytest.mark.promise("own-disks")
-def test_slabs_on_disks_of_their_own_are_gone_on_from(ranks, tmp_path):
-    (losses, digest), local = stopped(ranks, tmp_path)
-    (rest, again), _ = ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto")
-    assert 4 <= len(rest) < 8 and rest == losses[-len(rest) :] and again == digest
+def exchange(folder):
+    """The disks of the two ranks."""
+    for old, new in (("disk0", "aside"), ("disk1", "disk0"), ("aside", "disk1")):
+        (folder / old).rename(folder / new)
 
 
 @pytest.mark.promise("own-disks")
-def test_ranks_that_changed_places_are_told_and_the_way_out_works(ranks, tmp_path):
+@pytest.mark.parametrize("given_up", [False, True])
+def test_ranks_that_changed_places_are_told_and_the_ways_out_work(ranks, tmp_path, given_up):
     """Fails if such a run begins anew, beside the steps that it has on the disks of others."""
     (losses, digest), local = stopped(ranks, tmp_path)
-    for old, new in (("disk0", "aside"), ("disk1", "disk0"), ("aside", "disk1")):
-        (tmp_path / old).rename(tmp_path / new)
+    exchange(tmp_path)
     kept = {name: (tmp_path / name).read_bytes() for name in slabs(tmp_path)}
     for said in ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto"):
         assert "are on other machines than their ranks: rank 1 runs on" in said and "torchrun --node-rank" in said
     assert kept == {name: (tmp_path / name).read_bytes() for name in slabs(tmp_path)}
-    alone = trained_alone(tmp_path / "run", f"offload.nvme_paths=[{tmp_path}/disk0]")
-    assert "rank 1 does not exist, and its slab" in alone
-    for old, new in (("disk0", "aside"), ("disk1", "disk0"), ("aside", "disk1")):
-        (tmp_path / old).rename(tmp_path / new)
+    if given_up:
+        pattern = re.search(r"remove (\S+\.slab) on every machine", said)[1]
+        gone = [file for disk in ("disk0", "disk1") for file in (tmp_path / disk).glob(pattern)]
+        assert len(gone) == 2
+        for file in gone:
+            file.unlink()
+    else:
+        with pytest.raises(ConfigError, match="rank 1 does not exist, and its slab"):
+            trained(tmp_path / "run", *RUN, f"offload.nvme_paths=[{tmp_path}/disk0]", "run.resume=auto")
+        exchange(tmp_path)
     (rest, again), _ = ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto")
+    assert len(rest) == 8 if given_up else 4 <= len(rest) < 8
     assert rest == losses[-len(rest) :] and again == digest
-
-
-@pytest.mark.promise("own-disks")
-def test_steps_of_ranks_that_changed_places_are_given_up_as_the_error_says(ranks, tmp_path):
-    (losses, digest), local = stopped(ranks, tmp_path)
-    for old, new in (("disk0", "aside"), ("disk1", "disk0"), ("aside", "disk1")):
-        (tmp_path / old).rename(tmp_path / new)
-    said, _ = ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto")
-    pattern = re.search(r"remove (\S+\.slab) on every machine", said)[1]
-    gone = [file for disk in ("disk0", "disk1") for file in (tmp_path / disk).glob(pattern)]
-    assert len(gone) == 2
-    for file in gone:
-        file.unlink()
-    (rest, again), _ = ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto")
-    assert rest == losses[-len(rest) :] and again == digest
-
-
-def trained_alone(folder, *overrides):
-    with pytest.raises(ConfigError) as told:
-        trained(folder, *RUN, *overrides, "run.resume=auto")
-    return str(told.value)
-
-
-@pytest.mark.promise("own-disks")
-def test_if_all_disks_are_lost_all_ranks_go_on_from_the_checkpoint(ranks, tmp_path):
-    local = disks(tmp_path)
-    saves = "run.checkpoint_every=3"
-    ranks(2).run(on_two, tmp_path / "run", 4, local, saves)
-    for path in tmp_path.glob("disk*/*.slab*"):
-        path.unlink()
-    (rest, _), _ = ranks(2).run(on_two, tmp_path / "run", 0, local, saves, "run.resume=auto")
-    assert len(rest) == 4  # a run that is stopped saves once more
 
 
 def seen(folder, own):
     """What rank 0 has made is `folder`; the other rank has `own` under that name."""
-    from tests import kit
-
     rank, size = kit.world()
     ranks = Ranks(rank, size, 0, 1, "cpu")
-    mine = own if rank else folder
-    try:
-        same_folder(ranks, mine)
-    except ConfigError as error:
-        return str(error)
-    return "the same"
+    return told(same_folder, ranks, own if rank else folder) or "the same"
 
 
 @pytest.mark.promise("run-folder-shared")
@@ -126,15 +103,9 @@ def test_a_run_folder_that_machines_do_not_share_is_told(ranks, tmp_path):
 
 
 def on_texts(folder, paths):
-    """Runs on this rank with its own text. Returns losses and digest, or what it was told."""
-    from tests import kit
-
+    """The losses of a run on this rank with its own text, or what it was told."""
     rank, _ = kit.world()
-    try:
-        done = trained(folder, "run.steps=2", "data=text", f"data.path={paths[rank]}")
-    except ConfigError as error:
-        return str(error)
-    return done.losses, done.digest
+    return told(lambda: trained(folder, "run.steps=2", "data=text", f"data.path={paths[rank]}").losses)
 
 
 @pytest.mark.advice("copy rank 0's to every machine")
@@ -225,6 +196,7 @@ print("codes", start((0, 1), 0, 20), file=sys.stderr)
 """
 
 
+@pytest.mark.advice("Start all ranks within run.timeout=")
 @pytest.mark.promise("torchrun-restarts")
 def test_ranks_that_torchrun_starts_again_meet_in_a_store_with_what_those_before_wrote(interpreter, tmp_path):
     """Fails if a rank takes the address of one that has ended, as init_process_group alone does; and if ranks that

@@ -1,15 +1,13 @@
 """run.durable: a run that is killed goes on from its last step, and what it keeps goes when the run has ended well."""
 
-import signal
-
 import pytest
 
 import zero_offload
-from tests.integration.zero_train.helpers import COMMON, trained
+from tests.integration.zero_train.helpers import killed, trained
 from zero_train.errors import ConfigError
 from zero_train.report import picture
 from zero_train.run import assemble
-from zero_train.settings import checks, compose, placement
+from zero_train.settings import placement
 
 pytestmark = pytest.mark.promise("train-durable")
 
@@ -20,28 +18,10 @@ def slabs(folder):
     return sorted(path.name for path in folder.rglob("*.slab"))
 
 
-def killed(interpreter, folder, *overrides):
-    """A run that ends itself in step 6, after 5 lines of metrics."""
-    program = (
-        "import os, signal\n"
-        "from zero_train.cli import app; from zero_train.run import loop\n"
-        "loss_of, calls = loop.loss_of, []\n"
-        "def last(*given):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 6:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return loss_of(*given)\n"
-        "loop.loss_of = last\n"
-        f"app.main({[*COMMON, *RUN, *overrides, f'run.dir={folder}']!r})\n"
-    )
-    done = interpreter(program, folder.parent)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-
-
 @pytest.mark.parametrize("place", ["nvme", "host"])
 def test_a_killed_run_goes_on_from_its_last_step(tmp_path, interpreter, capsys, place):
     whole = trained(tmp_path / "whole", f"offload={place}", "run.steps=8")
-    killed(interpreter, tmp_path / "run", f"offload={place}")
+    killed(interpreter, tmp_path / "run", 5, *RUN, f"offload={place}")
     assert len(slabs(tmp_path / "run")) == 1
     rest = trained(tmp_path / "run", f"offload={place}", *RUN, "run.resume=auto")
     said = " ".join(capsys.readouterr().out.split())
@@ -56,20 +36,14 @@ def test_a_killed_run_goes_on_from_its_last_step(tmp_path, interpreter, capsys, 
 def test_a_run_that_ends_with_a_checkpoint_removes_its_slab(tmp_path):
     done = trained(tmp_path / "run", "offload=nvme", *RUN, "run.checkpoint_every=4")
     assert done.exit_code == 0 and not slabs(tmp_path)
-    rest = trained(
-        tmp_path / "run",
-        "offload=nvme",
-        "run.steps=9",
-        "run.durable=power",
-        "run.resume=auto",
-        "run.checkpoint_every=4",
-    )
+    again = ("run.steps=9", "run.durable=power", "run.resume=auto", "run.checkpoint_every=4")
+    rest = trained(tmp_path / "run", "offload=nvme", *again)
     assert len(rest.losses) == 1  # from the checkpoint, as there is no slab
 
 
 def test_another_run_is_refused_and_the_way_out_works(tmp_path, interpreter):
     folder = tmp_path / "run"
-    killed(interpreter, folder, "offload=nvme")
+    killed(interpreter, folder, 5, *RUN, "offload=nvme")
     kept = [path.read_bytes() for path in folder.rglob("*.slab")]
 
     def refused(match, *overrides):
@@ -88,30 +62,12 @@ def test_another_run_is_refused_and_the_way_out_works(tmp_path, interpreter):
     assert trained(folder, "offload=nvme", *RUN, "run.resume=auto").exit_code == 0
 
 
-def test_what_cannot_be_durable_is_refused_and_the_way_out_works(tmp_path):
-    def composed(*overrides):
-        return compose.compose([*COMMON, f"run.dir={tmp_path / 'run'}", *overrides])
-
-    with pytest.raises(ConfigError, match="choose offload=nvme or offload=host, or set run.durable=null"):
-        checks.values(composed("run.durable=power", "offload=none"))
-    for way_out in (("run.durable=power", "offload=host"), ("offload=none",), ("run.durable=power", "offload=nvme")):
-        checks.values(composed(*way_out))
-    tuned = composed("run.durable=power", "offload=nvme", "model.path=x")
-    tuned.task.kind = "sft"
-    with pytest.raises(ConfigError, match="set run.durable=null, and run.checkpoint_every to a number of steps"):
-        checks.values(tuned)
-    tuned.run.durable, tuned.run.checkpoint_every = None, 5
-    checks.values(tuned)
-    with pytest.raises(ConfigError, match="run.durable=always"):
-        checks.values(composed("run.durable=always"))
-
-
 @pytest.mark.promise("durable-elsewhere")
 @pytest.mark.parametrize("now", [("offload.tile_numel=2097152", "run.durable=power"), ("run.durable=null",)], ids=str)
 def test_a_run_goes_on_on_other_ranks_and_without_a_slab(tmp_path, interpreter, capsys, now):
     """By a checkpoint that is written of its slab, which goes. Here: in other tiles, as other ranks sum otherwise."""
     whole = trained(tmp_path / "whole", "offload=nvme", "run.steps=8")
-    killed(interpreter, tmp_path / "run", "offload=nvme")
+    killed(interpreter, tmp_path / "run", 5, *RUN, "offload=nvme")
     rest = trained(tmp_path / "run", "offload=nvme", "run.steps=8", *now, "run.resume=auto")
     said = " ".join(capsys.readouterr().out.split())
     assert "they are a checkpoint now" in said and "continuing after step" in said
@@ -139,7 +95,7 @@ def test_a_disk_without_room_for_both_places_is_refused(tmp_path, monkeypatch):
 @pytest.mark.promise("durable-elsewhere")
 def test_steps_that_cannot_become_a_checkpoint_are_left(tmp_path, interpreter, monkeypatch):
     folder = tmp_path / "run"
-    killed(interpreter, folder, "offload=nvme")
+    killed(interpreter, folder, 5, *RUN, "offload=nvme")
     kept = [path.read_bytes() for path in folder.rglob("*.slab")]
     others = ("run.steps=8", "run.resume=auto", "run.durable=null")
     with monkeypatch.context() as patched:

@@ -12,13 +12,14 @@ import zero_nvme
 import zero_offload
 import zero_optim_cpu
 from tests import kit
-from tests.integration.zero_train.helpers import trained
+from tests.integration.zero_train.helpers import COMMON, after_step, left, trained
 from zero_core.errors import GradientError
 from zero_offload.testing import FaultyByteStore
 from zero_train.errors import RunError
-from zero_train.model import causal_lm
-from zero_train.report import picture, progress
-from zero_train.run import assemble
+from zero_train.report import picture
+from zero_train.run import assemble, loop, planning
+from zero_train.run.ranks import Ranks
+from zero_train.settings import compose
 
 STEPS = 8
 RUN = ("offload=nvme", f"run.steps={STEPS}", "run.checkpoint_every=3")
@@ -32,26 +33,9 @@ class Failing(FaultyByteStore):
         return getattr(self.inner, name)
 
 
-@pytest.fixture
-def after_step(monkeypatch):
-    """`after_step(n, act)`: calls `act` when step n has been shown, the first time."""
-
-    def arrange(number, act):
-        shown, due = progress.Told.step, [act]
-
-        def step(self, line):
-            shown(self, line)
-            if line.step == number and due:
-                due.pop()()
-
-        monkeypatch.setattr(progress.Told, "step", step)
-
-    return arrange
-
-
 @pytest.mark.promise("io-error-tile")
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_an_io_error_names_file_offset_and_tile_and_the_last_checkpoint_stands(tmp_path, monkeypatch, after_step, kind):
+def test_an_io_error_names_file_offset_and_tile_and_the_last_checkpoint_stands(tmp_path, monkeypatch, kind):
     whole = trained(tmp_path / "whole", *RUN)
     made = []
 
@@ -62,8 +46,7 @@ def test_an_io_error_names_file_offset_and_tile_and_the_last_checkpoint_stands(t
     real = assemble.make_slab
     with monkeypatch.context() as patch:
         patch.setattr(assemble, "make_slab", make_slab)
-        after_step(5, lambda: made[0].fail(kind, after=2))
-        with pytest.raises(RunError) as caught:
+        with pytest.raises(RunError) as caught, after_step(5, lambda: made[0].fail(kind, after=2)):
             trained(tmp_path / "run", *RUN)
     text = str(caught.value)
     assert "Input/output error" in text and "/mnt/nvme0/slab, offset" in text and "checkpoint" in text
@@ -74,24 +57,11 @@ def test_an_io_error_names_file_offset_and_tile_and_the_last_checkpoint_stands(t
     assert rest.digest == whole.digest
 
 
-@pytest.mark.promise("device-full")
-def test_a_device_without_room_ends_the_run_with_a_way_out(tmp_path, monkeypatch, after_step):
-    logits = causal_lm.logits
-
-    def full(model, tokens):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    after_step(2, lambda: monkeypatch.setattr(causal_lm, "logits", full))
-    with pytest.raises(RunError, match=r"2\.0 GiB more were asked for; .*lower it with .*run\.micro_batch"):
-        trained(tmp_path / "run", "offload=nvme", "run.steps=4")
-    assert logits is not causal_lm.logits
-    assert [step.step for step in picture.read_steps(tmp_path / "run")] == [1, 2]
-
-
 class Net(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in "abc")
+        layers = (torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in "abcd")
+        self.width, self.layers = width, torch.nn.ModuleList(layers)
 
     def forward(self, x):
         for layer in self.layers:
@@ -99,18 +69,19 @@ class Net(torch.nn.Module):
         return x.square().mean()
 
 
-def sharded(folder):
+def sharded(folder, width=64, slab=None):
+    """A model with everything in a slab, or in one of its own in `folder`, its store and its optimizer."""
     torch.manual_seed(0)
-    model = Net()
-    slab = zero_nvme.Slab([str(folder)], allow_memory=True)
+    model, slab = Net(width), slab or zero_nvme.Slab([str(folder)], allow_memory=True)
     store = zero_offload.TieredStore(
         **dict.fromkeys(KINDS, "nvme"), nvme=slab, step=zero_optim_cpu.CpuStep(threads=1), slots=3, tile_numel=1 << 20
     )
-    return model, zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), store=store, max_grad_norm=1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, store, zero_core.shard(model, optimizer, store=store, max_grad_norm=1.0)
 
 
-def advance(model, optimizer, number, spoil=1.0):
-    x = torch.full((4, 64), 0.1) * (number + 1)
+def advance(model, optimizer, number, spoil=1.0, rows=512):
+    x = torch.full((rows, model.width), 0.1) * (number + 1)
     return kit.step(optimizer, model(x) * spoil).item()
 
 
@@ -118,10 +89,10 @@ def advance(model, optimizer, number, spoil=1.0):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_with_updates_in_flight_changes_nothing(tmp_path, bad):
     (tmp_path / "plain").mkdir()
-    model, optimizer = sharded(tmp_path / "plain")
+    model, _, optimizer = sharded(tmp_path / "plain")
     plain = [advance(model, optimizer, n) for n in range(4)]
     optimizer.close()
-    model, optimizer = sharded(tmp_path)
+    model, _, optimizer = sharded(tmp_path)
     found = [advance(model, optimizer, n) for n in range(2)]
     with pytest.raises(GradientError, match="nothing was updated"):
         advance(model, optimizer, 2, spoil=bad)  # the update of the step before is still behind
@@ -136,7 +107,7 @@ def test_the_interpreter_may_end_in_mid_update_on_a_real_slab(tmp_path, interpre
     program = f"""
         import os, pathlib, sys
         from tests.integration.zero_train.test_faults import advance, sharded
-        model, optimizer = sharded(pathlib.Path({str(tmp_path)!r}))
+        model, _, optimizer = sharded(pathlib.Path({str(tmp_path)!r}))
         for n in range(3):
             advance(model, optimizer, n)
         {ending}
@@ -145,3 +116,59 @@ def test_the_interpreter_may_end_in_mid_update_on_a_real_slab(tmp_path, interpre
     assert done.returncode == {"p": 0, "r": 1, "s": 3, "o": 4}[ending[0]], done.stderr
     assert ("Traceback" in done.stderr) == (ending[0] == "r") and "Fatal" not in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []  # nothing of the slab is left
+
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. "
+    "GPU 0 has a total capacity of 139.72 GiB of which 1.00 GiB is free."
+    " Of the allocated memory 130.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.advice("lower it with {}")
+@pytest.mark.promise("device-full")
+def test_a_run_says_what_the_plan_gave_and_leaves_what_it_has_done(monkeypatch, tmp_path):
+    """Fails if the run ends with a traceback or without the plan's advice, or if what it did before is lost."""
+    real, calls = loop.loss_of, []
+
+    def loss(*arguments):
+        calls.append(0)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "loss_of", loss)
+    with pytest.raises(RunError) as caught:
+        trained(tmp_path / "run", "offload=host", "run.micro_batch=4")
+    text = str(caught.value)
+    assert text.startswith(
+        "the run stopped: out of memory on the host tier: 2.0 GiB more were asked for; 130.0 GiB are"
+    )
+    assert "the plan gave it " in text and "lower it with PYTORCH_CUDA_ALLOC_CONF=" in text
+    assert "offload.optimizer=nvme" in text and "run.micro_batch" in text
+    assert [step.step for step in picture.read_steps(tmp_path / "run")] == [1, 2]
+    assert "timeline.json" in left(tmp_path / "run")
+
+
+WAYS = ("run.micro_batch=1", "data.sequence_length=16", "offload.activations=recompute", "offload=nvme offload.slots=3")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_that_runs_out_before_the_first_step_has_ways_out_that_need_less(monkeypatch, tmp_path, way):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    def memory(*words):
+        given = compose.compose([*COMMON, f"run.dir={tmp_path / 'run'}", "offload=none", *words])
+        plan = planning.make(given, assemble.model_of(given), Ranks(), None)
+        return plan.total("device") + plan.total("host")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError) as caught:
+        patch.setattr(assemble, "make_store", full)
+        trained(tmp_path / "run", "offload=none", "run.micro_batch=4")
+    assert str(caught.value).endswith(
+        "; lower run.micro_batch or data.sequence_length, set offload.activations=recompute, or put more on nvme with "
+        "offload=nvme offload.slots=3"
+    )
+    assert memory("run.micro_batch=4", *way.split()) < memory("run.micro_batch=4")
+    assert trained(tmp_path / "other", "offload=none", "run.micro_batch=4", *way.split()).losses

@@ -17,7 +17,7 @@ hardware:
   tiers:
     drawer: {gib: 0.5, read_gbps: 1, write_gbps: 1}
 """
-PLACED = ("offload=host", "offload.parameters=drawer", "offload.optimizer={host: 0.5, drawer: 0.5}", "run.steps=3")
+PLACED = ("offload=host", "offload.parameters=drawer", "offload.optimizer={host: 0.5, drawer: 0.5}")
 
 
 @pytest.fixture
@@ -28,11 +28,16 @@ def found(tmp_path):
     return f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
 
 
-@pytest.mark.promise("tier-in-one-class")
-def test_a_file_and_a_class_are_a_tier(tmp_path, found):
+@pytest.mark.promise("tier-in-one-class", "compressed-memory")
+@pytest.mark.parametrize("tier", ["drawer", "compressed"])
+def test_a_file_and_a_class_are_a_tier_with_the_bits_of_host_memory(tmp_path, found, tier):
     """Fails if any package asked for a tier by name."""
+    if tier == "compressed":
+        pytest.importorskip("zstandard")
+    all_there = ("offload=host", *(f"offload.{kind}={tier}" for kind in ("parameters", "gradients", "optimizer")))
+    placed = PLACED if tier == "drawer" else all_there
     host = trained(tmp_path / "host", "offload=host", "run.steps=3")
-    there = trained(tmp_path / "there", found, "tier=drawer", *PLACED)
+    there = trained(tmp_path / "there", found, f"tier={tier}", *placed, "run.steps=3")
     assert there.losses == host.losses and there.digest == host.digest
 
 
@@ -49,12 +54,3 @@ def test_a_file_and_a_class_are_a_tier(tmp_path, found):
 def test_what_cannot_run_is_refused_by_one_line(tmp_path, found, capfd, words, text):
     code = app.main([*COMMON, found, "tier=drawer", *PLACED, *words, f"run.dir={tmp_path / 'run'}"])
     assert code == 2 and re.search(text, capfd.readouterr().err)
-
-
-@pytest.mark.promise("compressed-memory")
-def test_compressed_host_memory_has_the_bits_of_host_memory(tmp_path):
-    pytest.importorskip("zstandard")
-    host = trained(tmp_path / "host", "offload=host", "run.steps=3")
-    kinds = [f"offload.{kind}=compressed" for kind in ("parameters", "gradients", "optimizer")]
-    there = trained(tmp_path / "there", "tier=compressed", "offload=host", *kinds, "run.steps=3")
-    assert there.losses == host.losses and there.digest == host.digest

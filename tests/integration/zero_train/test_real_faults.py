@@ -9,21 +9,16 @@ import os
 import re
 
 import pytest
-import torch
-from torch import nn
 
 import zero_core
 import zero_nvme
 import zero_offload
-import zero_optim_cpu
-from tests import kit
 from tests.integration.zero_nvme.faults import small_ext4
-from tests.integration.zero_train.helpers import trained
-from tests.integration.zero_train.test_faults import after_step as after_step
+from tests.integration.zero_train.helpers import after_step, trained
+from tests.integration.zero_train.test_faults import advance, sharded
 from zero_train.errors import RunError
 
 MIB = 1 << 20
-WIDTH, LAYERS = 256, 4
 
 
 def fill(folder):
@@ -38,46 +33,24 @@ def fill(folder):
         os.fsync(file.fileno())
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
 @contextlib.contextmanager
-def sharded(folder):
+def closing(folder):
     """A model with everything in a slab in `folder`, whatever happens closed before its filesystem goes."""
-    torch.manual_seed(0)
-    model = Model()
     with zero_nvme.Slab([str(folder)]) as slab:
-        store = zero_offload.TieredStore(
-            "nvme", "nvme", "nvme", nvme=slab, step=zero_optim_cpu.CpuStep(threads=1), tile_numel=MIB
-        )
-        optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), store=store)
+        model, store, optimizer = sharded(folder, 256, slab)
         try:
             yield model, store, optimizer
         finally:
             optimizer.close()
 
 
-def advance(model, optimizer, number, rows=512):
-    return kit.step(optimizer, model(torch.full((rows, WIDTH), 0.1) * (number + 1))).item()
-
-
 @pytest.mark.promise("full-activations")
 def test_activations_that_find_no_room_stop_the_forward_and_leave_the_states(tmp_path):
     with small_ext4(tmp_path, 64 * MIB) as mount:
-        with sharded(mount) as (model, store, optimizer):
+        with closing(mount) as (model, store, optimizer):
             plain = [advance(model, optimizer, n) for n in range(4)]
         with (
-            sharded(mount) as (model, store, optimizer),
+            closing(mount) as (model, store, optimizer),
             zero_offload.offload_activations(model, store, "nvme", slots=2, piece_bytes=MIB) as offloaded,
         ):
             found = [advance(model, optimizer, n) for n in range(2)]
@@ -119,21 +92,22 @@ RUN = ("run.steps=6", "run.checkpoint_every=2")
 
 
 @pytest.mark.promise("full-training")
-def test_a_disk_that_fills_up_under_every_state_changes_nothing(tmp_path, after_step):
+def test_a_disk_that_fills_up_under_every_state_changes_nothing(tmp_path):
     whole = trained(tmp_path / "whole", "offload=nvme", *RUN)
     with small_ext4(tmp_path, 64 * MIB) as mount:
-        after_step(3, lambda: fill(mount))
-        run = trained(tmp_path / "run", "offload=nvme", f"offload.nvme_paths=[{mount}]", "io.allow_memory=false", *RUN)
+        on = ("offload=nvme", f"offload.nvme_paths=[{mount}]", "io.allow_memory=false")
+        with after_step(3, lambda: fill(mount)):
+            run = trained(tmp_path / "run", *on, *RUN)
     assert (run.losses, run.digest) == (whole.losses, whole.digest)
 
 
 @pytest.mark.promise("full-checkpoint")
-def test_a_checkpoint_that_finds_the_disk_full_leaves_the_one_before(tmp_path, after_step):
+def test_a_checkpoint_that_finds_the_disk_full_leaves_the_one_before(tmp_path):
     options = ("offload=host", *RUN)
     whole = trained(tmp_path / "whole", *options)
     with small_ext4(tmp_path, 64 * MIB) as mount:
-        after_step(3, lambda: fill(mount))
-        with pytest.raises((RunError, RuntimeError), match="No space left"):
+        full = pytest.raises((RunError, RuntimeError), match="No space left")
+        with full, after_step(3, lambda: fill(mount)):
             trained(mount / "run", *options)
         (mount / "full").unlink()
         rest = trained(mount / "run", *options, "run.resume=auto")
@@ -141,13 +115,13 @@ def test_a_checkpoint_that_finds_the_disk_full_leaves_the_one_before(tmp_path, a
 
 
 @pytest.mark.promise("io-error-states")
-def test_blocks_that_are_lost_under_a_run_stop_it_and_the_last_checkpoint_stands(tmp_path, after_step):
+def test_blocks_that_are_lost_under_a_run_stop_it_and_the_last_checkpoint_stands(tmp_path):
     options = ("offload=nvme", "offload.overlap=false", *RUN)
     whole = trained(tmp_path / "whole", *options)
     with small_ext4(tmp_path, 64 * MIB) as mount:
         # No update is in flight after a step, so that what comes next is a read of blocks that are gone.
-        after_step(5, lambda: os.truncate(tmp_path / "image", MIB))
-        with pytest.raises(RunError, match=rf"reading .* failed: {mount}, offset \d+.*Input/output error.*checkpoint"):
+        lost = pytest.raises(RunError, match=rf"reading .*: {mount}, offset \d+.*Input/output error.*checkpoint")
+        with lost, after_step(5, lambda: os.truncate(tmp_path / "image", MIB)):
             trained(tmp_path / "run", f"offload.nvme_paths=[{mount}]", "io.allow_memory=false", *options)
     rest = trained(tmp_path / "run", *options, "run.resume=auto")
     assert [step.step for step in rest.steps] == [5, 6]

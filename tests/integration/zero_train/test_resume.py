@@ -1,10 +1,8 @@
 """A run that was stopped or killed goes on as if it had not been: the same losses, the same bits."""
 
-import signal
-
 import pytest
 
-from tests.integration.zero_train.helpers import COMMON, stopped_after, trained
+from tests.integration.zero_train.helpers import killed, stopped_after, trained
 from zero_train.report import picture
 
 STEPS = 8
@@ -31,41 +29,20 @@ def test_after_ctrl_c_the_rest_is_the_same(tmp_path, place):
 @pytest.mark.promise("resume-killed")
 def test_after_kill_9_the_rest_is_the_same(tmp_path, interpreter):
     whole = trained(tmp_path / "whole", "offload=nvme", *RUN)
-    arguments = [*COMMON, "offload=nvme", *RUN, f"run.dir={tmp_path / 'run'}"]
-    program = (
-        "import os, signal\n"
-        "from zero_train.cli import app; from zero_train.report import progress\n"
-        "shown = progress.Told.step\n"
-        "def step(self, line):\n"
-        "    shown(self, line)\n"
-        "    if line.step == 5:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "progress.Told.step = step\n"
-        f"app.main({arguments!r})\n"
-    )
-    killed = interpreter(program, tmp_path)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed(interpreter, tmp_path / "run", 5, "offload=nvme", *RUN)
     assert numbers(tmp_path / "run") == [1, 2, 3, 4, 5]
     rest = trained(tmp_path / "run", "offload=nvme", *RUN, "run.resume=auto")
     assert [step.step for step in rest.steps] == [4, 5, 6, 7, 8]  # from the checkpoint after step 3
     assert rest.losses == whole.losses[3:]
     assert rest.digest == whole.digest
     assert numbers(tmp_path / "run") == list(range(1, STEPS + 1))
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
-        "step_0000006",
-        "step_0000008",
-    ]
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step_0000006", "step_0000008"]
 
 
 def test_an_exported_model_streams_back_in(tmp_path):
-    first = trained(tmp_path / "first", "offload=nvme", "run.export=true", "run.evaluate_every=5")
-    again = trained(
-        tmp_path / "again",
-        "offload=nvme",
-        "model=hf",
-        f"model.path={tmp_path / 'first' / 'pretrained'}",
-        "run.evaluate_every=5",
-        "run.steps=1",
-    )
+    words = ("offload=nvme", "run.evaluate_every=5")
+    first = trained(tmp_path / "first", *words, "run.export=true")
+    again = trained(tmp_path / "again", *words, f"model.path={tmp_path / 'first' / 'pretrained'}", "run.steps=1")
     assert again.validation[0][1] == pytest.approx(first.validation[-1][1], abs=1e-3)
     assert first.validation[-1][1] < first.validation[0][1] - 0.1
