@@ -172,6 +172,8 @@ def test_stores_share_one_budget_of_host_memory() -> None:
     budget = HostBudget(needed + needed // 2)
     one = make("host", driver=SMALL, host_bytes=budget)
     assert budget.free_bytes == needed // 2
+    with pytest.raises(BudgetError, match=r"Other stores have .* sleep\(\) or close\(\) of one of them gives"):
+        make("host", driver=SMALL, host_bytes=budget)
     one.store.sleep()
     assert budget.free_bytes == budget.nbytes
     two = make("host", driver=SMALL, host_bytes=budget)

@@ -67,13 +67,6 @@ def test_values_that_reach_python_without_an_operator_are_read_by_the_host(what,
     assert zero_sim.take_races() == [] and pinned[:50].tolist() == [1.0] * 50
 
 
-def test_memory_that_no_copy_may_use_is_not_followed():
-    plain = torch.zeros(10)
-    zero_sim.begin("native work", writes=[plain])
-    plain.sum()
-    assert zero_sim.take_races() == []
-
-
 @pytest.mark.parametrize(
     ("view", "runs"),
     [
