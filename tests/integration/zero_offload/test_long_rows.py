@@ -213,7 +213,11 @@ class InOwnForward(Block):
     [
         (lambda: Block(Decay()), ["*.other"], "unit layers.0.other mixes the tokens of its input"),
         (lambda: Block(Across(nn.Conv1d(WIDTH, WIDTH, 3, padding=2))), ["*.other"], "layers.0.other mixes the tokens"),
-        (lambda: Block(Across(nn.Linear(TOKENS, TOKENS))), ["*.other"], "layers.0.other fails on 5 of its 12 tokens"),
+        (
+            lambda: Block(Across(nn.Linear(TOKENS, TOKENS))),
+            ["*.other"],
+            "layers.0.other runs on 12 tokens, but not on 5 or fewer",
+        ),
         (Block, [], "tokens=5 has no effect in unit layers.0, a Block.* name it with token_modules="),
         (InOwnForward, [], "tokens=5 has no effect in unit layers.0, a InOwnForward"),
     ],

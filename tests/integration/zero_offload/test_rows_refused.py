@@ -43,9 +43,9 @@ class Opaque:
         (
             "plain",
             {"bias": Opaque(torch.ones(8, 5, 16))},
-            "is given bias of class Opaque, which holds tensors of 8 rows",
+            "has an argument bias of class Opaque, with tensors of 8 rows",
         ),
-        ("plain", {"bias": torch.ones(3, 5, 16)}, "fails on 2 of its 8 rows"),
+        ("plain", {"bias": torch.ones(3, 5, 16)}, "runs on 8 rows, but not on 2 or fewer"),
     ],
 )
 def test_a_unit_whose_rows_depend_on_each_other_or_cannot_be_cut_is_refused(kind, given, message):
