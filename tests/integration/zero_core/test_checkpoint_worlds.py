@@ -87,6 +87,23 @@ def test_and_in_plain_torch_with_nothing_of_ours(saved) -> None:
     assert plain_go_on(folder, "llama") == pytest.approx(expected, **CLOSE)
 
 
+@pytest.mark.promise("checkpoint-both-ways")
+@kit.on_ranks(2)
+def test_weights_that_were_cut_along_their_columns_are_read(tmp_path: Path) -> None:
+    """As tensor parallelism cuts some. Fails if parts of several rows are taken for one run of elements."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(5)
+    wanted, mesh = toys.Stack().state_dict(), init_device_mesh("cpu", (2,))
+    cut = {name: distribute_tensor(value, mesh, [Shard(value.dim() - 1)]) for name, value in wanted.items()}
+    dcp.save({"model": cut}, checkpoint_id=tmp_path)
+    model, optimizer = kit.sharded(toys.Stack, toys.adamw)
+    checkpoint.load(tmp_path, model)
+    kit.assert_bits(kit.named_values(model), dict(wanted))
+    optimizer.close()
+
+
 def load_after_fsdp(folder: Path, name: str) -> list[float]:
     model, optimizer = runs.make(name, 3, seed=11)
     scheduler = runs.halving(optimizer)

@@ -210,6 +210,8 @@ def test_plain_models_read_ours_and_we_read_theirs(layout: str, name: str, tmp_p
     same_losses((dense, ordinary), (model, optimizer))
 
     checkpoint.save(tmp_path / "ours", model, optimizer, tile_numel=10, flatten=flattened, **keys)
+    manifests = [pickle.loads((tmp_path / of / ".metadata").read_bytes()) for of in ("ours", "theirs")]
+    assert getattr(manifests[0], "version", None) == getattr(manifests[1], "version", None)
     again, fresh = plain(0, groups(0.7))
     state = flat(again, fresh, flattened, keys)
     dcp.load(state, checkpoint_id=tmp_path / "ours")
@@ -303,7 +305,7 @@ def test_a_bare_state_dict_needs_only_its_key(tmp_path: Path) -> None:
     model, _ = make(1)
     with pytest.raises(CheckpointError, match="begin with blocks, calls, embedding.*give one as model_key="):
         checkpoint.load(tmp_path, model)
-    checkpoint.load(tmp_path, model, model_key="")
+    assert checkpoint.load(tmp_path, model, model_key="").step == 0
     kit.assert_bits(kit.values(model), list(dense.parameters()))
 
 
@@ -348,6 +350,13 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path,
     data.write_bytes(whole[:-50])
     with pytest.raises(CheckpointError, match=rf"{data.name} is cut short: {len(whole) - 50} bytes.*copy it again"):
         checkpoint.load(tmp_path, model, optimizer)
+    data.write_bytes(whole)
+    part = pickle.loads(listed)
+    part.state_dict_metadata["model.unused"].chunks.clear()
+    manifest.write_bytes(pickle.dumps(part))
+    with pytest.raises(CheckpointError, match=r"has 0 of the elements \[0, 3\): it was not written by all ranks"):
+        checkpoint.load(tmp_path, model, optimizer)
+    manifest.write_bytes(listed)
     data.unlink()
     with pytest.raises(CheckpointError, match=f"{data.name} is missing.*copy it again"):
         checkpoint.load(tmp_path, model, optimizer)

@@ -29,10 +29,12 @@ def test_parts_of_any_length_are_in_the_file(tmp_path):
 
 @pytest.mark.parametrize("when", ["asked", "written"])
 def test_a_filesystem_that_has_no_direct_io_is_written_through_the_cache(when, tmp_path, monkeypatch):
-    """It refuses the flag, or takes it and does not write so."""
+    """It refuses the flag, or takes it and does not write so. Fails if it is not asked."""
+    refused = []
 
     def asked(fd, command, *flags):
         if command == fcntl.F_SETFL and flags[0] & os.O_DIRECT:
+            refused.append(fd)
             raise OSError(errno.EINVAL, "no direct I/O here")
         return found[0](fd, command, *flags)
 
@@ -47,11 +49,15 @@ def test_a_filesystem_that_has_no_direct_io_is_written_through_the_cache(when, t
     else:
         monkeypatch.setattr(files.os, "write", written_so)
     assert written(tmp_path / "a", *PARTS) == b"".join(PARTS)
+    assert when == "written" or refused
 
 
-def test_other_errors_are_raised(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EINVAL])
+def test_other_errors_are_raised(tmp_path, monkeypatch, code):
+    """Also the one of a filesystem without direct I/O, where it comes again through the cache."""
+
     def full(fd, block):
-        raise OSError(errno.ENOSPC, "full")
+        raise OSError(code, "full")
 
     monkeypatch.setattr(files.os, "write", full)
     with pytest.raises(OSError, match="full"), files._Uncached(tmp_path / "a") as file:

@@ -159,9 +159,9 @@ class _Uncached:
         os.fsync(self._fd)
 
     def _past_the_cache(self, direct: bool) -> None:
-        flag, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
-        self._direct = direct and bool(flag)
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        self._direct = direct
 
     def _put(self, nbytes: int) -> None:
         with memoryview(self._block) as block:

@@ -262,7 +262,5 @@ class Writer:
 
     def close(self) -> None:
         """Flushes the file to the disk and closes it."""
-        if self._descriptor >= 0:
-            os.fsync(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
