@@ -4,6 +4,7 @@ Fails if a commit writes over what the last generation has, or its header before
 part of the seeds; `python -m tests.unit.zero_offload.test_generations 10000` runs that many of each kind.
 """
 
+import errno
 import random
 import sys
 import threading
@@ -147,6 +148,26 @@ def test_a_crash_leaves_one_whole_generation(seeds=range(150)):
 def test_a_killed_process_leaves_one_whole_generation_without_syncs(seeds=range(150)):
     for seed in seeds:
         one_seed(seed, power=False, sync=False)
+
+
+def test_a_larger_body_frees_the_room_of_the_smaller_one():
+    store, rooms = CrashByteStore(), []
+    generations = opened(store)
+    for blob in (b"", b"", bytes(1 << 20), bytes(1 << 20)):
+        generations.commit(blob)
+        rooms.append(len(store._taken))
+    assert rooms == [3, 4, 4, 4]  # two headers, and a body a place
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [(OSError(errno.EIO, "broken"), OSError, "broken"), (ValueError(), GenerationError, "of which others have a part")],
+)
+def test_a_header_that_cannot_be_claimed_is_not_allocated_anew(error, kind, told):
+    store = CrashByteStore(found=True)
+    with mock.patch.object(CrashByteStore, "claim", side_effect=error), pytest.raises(kind, match=told):
+        opened(store)
+    assert not store._taken
 
 
 def copy_of(store):
