@@ -181,12 +181,17 @@ def test_two_values_for_tied_weights_are_refused(tmp_path):
 
 
 def test_generation_settings_and_arguments_of_the_class_are_taken(tmp_path):
-    """Fails if generation_config.json, a config given or attn_implementation is not read."""
+    """Fails if generation_config.json, a config given or attn_implementation is not read.
+
+    Nor is a model quantised whose weights transformers read from a GGUF file.
+    """
     saved(tmp_path, "LlamaForCausalLM")
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7}))
     config = transformers.AutoConfig.from_pretrained(tmp_path, rms_norm_eps=0.25)
     kind = transformers.AutoModelForCausalLM
+    config.quantization_config = {"quant_method": "gguf"}
     model = zero_hf.from_pretrained(kind, tmp_path, config=config, attn_implementation="eager")
+    assert not hasattr(model.config, "quantization_config")
     assert model.generation_config.max_new_tokens == 7 and model.config.rms_norm_eps == 0.25
     assert model.config._attn_implementation == "eager" and model.name_or_path == str(tmp_path)
 

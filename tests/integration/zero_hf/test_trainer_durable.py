@@ -119,17 +119,20 @@ def test_callbacks_and_the_best_checkpoint_are_as_at_a_checkpoint(tmp_path):
 
 
 @pytest.mark.promise("durable-trainer-refused")
-def test_a_run_that_has_ended_takes_no_step_and_is_there_until_it_is_saved(tmp_path):
-    """Eight steps end in the middle of an epoch."""
-    whole, logs = gone_on(tmp_path, build=lambda seed: model())
+def test_a_run_that_has_ended_takes_no_step_and_is_there_until_it_is_saved(tmp_path, monkeypatch):
+    """Eight steps end in the middle of an epoch. A checkpoint of weights alone does not count."""
+    given = SAVING | {"save_only_model": True, "resume": True}  # nothing is there yet
+    whole, logs = gone_on(tmp_path, build=lambda seed: model(), **given)
     expected = weights(whole.model)
     whole.end()
     assert len(slabs(tmp_path)) == 1
     again, later = gone_on(tmp_path)
     assert later.losses == [] and again.state.global_step == 8
     same(weights(again.model), expected)
+    synced = []
+    monkeypatch.setattr("os.sync", lambda: synced.append(len(slabs(tmp_path))))
     again.save_model(str(tmp_path / "final"))
-    assert slabs(tmp_path) == []
+    assert slabs(tmp_path) == [] and synced == [1]  # the model is on the disk before they go
     assert again.evaluate()["eval_loss"] == pytest.approx(logs.evaluations[-1])
     again.end()
     new, later = gone_on(tmp_path, build=lambda seed: model())

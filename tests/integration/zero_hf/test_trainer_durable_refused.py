@@ -120,6 +120,7 @@ def test_a_loop_gives_the_files_a_name(tmp_path):
         built = model()
         run = zero_hf.shard(built, torch.optim.AdamW(built.parameters()), zero, slab_name="mine")
         assert zero_core.resume(built, run.optimizer).step == step
+        assert "\neach step stays on disk, in " in run.describe()
         batch = torch.stack([row["input_ids"] for row in rows(2)])
         built(input_ids=batch, labels=batch).loss.backward()
         run.optimizer.step()

@@ -98,6 +98,23 @@ def test_every_method_of_a_trainer_is_called_as_in_the_stock_one(tmp_path):
     assert replaced <= set(stock) and ours == stock
 
 
+def test_what_a_class_does_for_a_subclass_and_at_the_end_is_done(tmp_path):
+    done = []
+
+    class Own(Trainer):
+        def __init_subclass__(cls):
+            done.append(cls.__name__)
+
+        def end(self):
+            done.append("end")
+
+    made, _ = trainer(zero_hf.sharded(Own), tmp_path)
+    with pytest.raises(ConfigError, match="no optimizer states before train"):
+        made._save_optimizer_and_scheduler(str(tmp_path))
+    made.end()
+    assert done == ["ShardedOwn", "end"]
+
+
 def saves_a_part(base):
     """A subclass that saves the embedding alone, loads it as the best model, and adds a file to each checkpoint."""
 

@@ -74,6 +74,7 @@ def test_a_run_describes_its_plan(tmp_path, monkeypatch):
     run = shard(net, torch.optim.AdamW(net.parameters()), config)
     first, header, *rows, moved, slots = run.describe().splitlines()
     assert slots.startswith("slots 2 of 2 tiles, ")
+    assert run.plan.shape.accumulate == 1
     assert first == "zero_hf: Sequential of 25 parameters at stage 3 on 1 rank"
     assert header.split() == "MiB parameters gradients optimizer buffers activations total budget".split()
     assert [row.split()[0] for row in rows] == ["device", "host", "nvme"]
@@ -89,6 +90,7 @@ def test_what_is_not_trained_has_no_states_in_the_plan():
     runs = [shard(net, some, ZeroConfig(offload="host")) for net, some in zip(nets, trained, strict=True)]
     nothing, half, everything = (run.plan.bytes_of("host", "optimizer") for run in runs)
     assert nothing == 0 and half == everything / 2
+    assert [run.activations for run in runs] == [None] * 3  # blocks keep theirs
     assert all(parameter.requires_grad for net in nets for parameter in net.parameters())
     for run in runs:
         run.close()

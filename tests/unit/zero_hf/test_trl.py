@@ -122,6 +122,9 @@ def test_turns_of_tools_are_refused_where_ranks_would_wait_for_each_other():
     )
     with pytest.raises(zero_hf.ConfigError, match="tools with ds3_gather_for_generation=False"):
         ShardedTRL._generate(two_ranks, ["prompt"])
+    for stage, ranks in ((0, 2), (3, 1)):  # each has the whole model
+        whole = SimpleNamespace(zero_config=zero_hf.ZeroConfig(stage=stage), args=SimpleNamespace(world_size=ranks))
+        assert not ShardedTRL._zero_scattered.fget(whole)
 
 
 def test_precomputed_values_of_a_model_that_is_not_read_yet_are_refused(folder):
