@@ -55,6 +55,28 @@ def test_what_is_counted_is_what_the_store_reserves(placements):
 
 
 @pytest.mark.promise("same-count")
+@pytest.mark.parametrize(
+    ("device", "accumulate", "expected"),
+    [
+        (0.0, 1, 8 + 8 + 2),  # two landing buffers, two units that are open, a gradient that autograd made
+        (1.0, 1, 8 + 4),  # a unit's gradient in fp32, and as it arrives
+        (0.5, 1, 8 + 8 + 2 + 8),
+        (0.5, 2, 8 + 8 + 2 + 8 + 4),  # and beside its sum
+    ],
+)
+def test_a_discrete_device_has_buffers_for_the_gradients_that_stay_and_for_those_that_leave(
+    device, accumulate, expected
+):
+    """Bytes in 16 bits for each element of one of a unit's two parameters."""
+    parameters = (ParameterSizes("a", MI), ParameterSizes("b", MI))
+    model = ModelSizes(tuple(UnitSizes(f"u{i}", parameters) for i in range(4)))
+    machine = Hardware(device="cuda", device_gib=80, host_gib=512)
+    shares = dict.fromkeys(STATE_KINDS, {"device": device, "host": 1 - device})
+    found = plan(model, machine, **shares, accumulate=accumulate, prefetch_bytes=0)
+    assert found.bytes_of("device", "buffers") == expected * MI
+
+
+@pytest.mark.promise("same-count")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -96,7 +96,8 @@ def test_a_unit_with_states_on_the_device_has_its_parameters_there() -> None:
     """Half of all elements ends in the frozen units, before half of the trained ones begins."""
     step = TorchStep()
     step.bind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
-    specs = [replace(spec, trained=i > 1) for i, spec in enumerate(make_specs(torch.bfloat16, frozen=(0, 1)))]
+    made = make_specs(torch.bfloat16, (5 * TILE, *[2 * TILE] * 3), frozen=(0, 1))
+    specs = [replace(spec, trained=i > 1) for i, spec in enumerate(made)]
     shares = of_all(device=0.5, host=0.5)
     plan = plan_store(specs, step, **shares, tile_numel=TILE, landing_dtype=torch.bfloat16)
     assert [unit.whole for unit in plan.units] == [False, False, True, False]

@@ -1,12 +1,16 @@
 """`plan`: explicit and automatic placements, refusals, the printed rows. Fails if a budget is overrun unnoticed."""
 
+import inspect
 import re
 
 import pytest
 import torch
 
+import zero_core
 from tests.unit.zero_offload.sizes import transformer
 from zero_offload.errors import PlacementError
+from zero_offload.planning.auto_placement import choose
+from zero_offload.planning.budgets import Budgets
 from zero_offload.planning.hardware import GIB, Hardware
 from zero_offload.planning.planner import PlanError, fits, plan
 
@@ -200,6 +204,24 @@ def test_a_tiers_budget_is_its_own_and_the_hosts_if_it_is_in_host_memory():
     assert fits(LLAMA, with_tier(in_host_memory=True, ratio=1.2), **kinds, **room)
     with pytest.raises(PlanError, match="host tier needs"):
         plan(LLAMA, with_tier(in_host_memory=True), **kinds, slots=3, host_bytes=int(least + 0.95 * states * GIB))
+
+
+def test_a_plan_has_the_defaults_of_shard() -> None:
+    of_plan, of_shard = (inspect.signature(each).parameters for each in (plan, zero_core.shard))
+    common = (of_plan.keys() & of_shard.keys()) - {"optimizer"}
+    assert "expert_bytes" in common
+    assert {name: of_plan[name].default for name in common} == {name: of_shard[name].default for name in common}
+
+
+def test_a_budget_that_one_kind_just_meets_moves_no_other() -> None:
+    """Fails if a tile of the gradients goes down with optimizer states that are all of what was over."""
+
+    def cost(placements):
+        return {(tier, kind): int(64 * n) for kind, shares in placements.items() for tier, n in shares.items()}
+
+    budgets = Budgets({"host": 128, "nvme": 1 << 20}, {"device": 1.0})
+    chosen = choose({}, budgets, 0.25, dict.fromkeys(STATES, ()), cost)
+    assert chosen == {"parameters": {"host": 1.0}, "gradients": {"host": 1.0}, "optimizer": {"nvme": 1.0}}
 
 
 def test_a_model_of_fewer_tiles_than_the_least_slots_is_planned() -> None:

@@ -1,5 +1,7 @@
 """`probe`: the shape of what it measures. No figure is asserted but that there is one."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -23,15 +25,33 @@ def small(monkeypatch):
 class PathStore(MemoryByteStore):
     def __init__(self, paths):
         super().__init__()
-        self.paths = paths
+        self.paths, self.moved = paths, Counter()
+
+    def read(self, *arguments):
+        self.moved["read"] += 1
+        return super().read(*arguments)
+
+    def write(self, *arguments):
+        self.moved["write"] += 1
+        return super().write(*arguments)
 
 
 def test_everything_asked_for_is_measured(small, tmp_path):
-    found = probe(nvme=PathStore([tmp_path]), step=TorchStep(), hidden_size=64, tokens=32, name="here")
+    store = PathStore([tmp_path])
+    found = probe(nvme=store, step=TorchStep(), hidden_size=64, tokens=32, name="here")
     assert all(getattr(found, name) > 0 for name in MEASURED if name != "tflops") and found.tflops["bf16"] > 0
     assert found.name == "here" and found.shares_host
     assert found.nvme_gib > 0 and found.nvme_paths == 1
+    timed = probing.ROUNDS * (4 + 2)  # blocks one way, and half of them while the others go the other way
+    assert store.moved == {"read": timed, "write": 2 * 4 + timed}
     assert Hardware.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.promise("compute-by-format")
+def test_a_block_takes_6_flop_for_each_of_its_parameters_and_tokens(monkeypatch):
+    monkeypatch.setattr(probing, "least_seconds", lambda work, rounds: 1e-6)
+    found = probing.compute_tflops(torch.device("cpu"), torch.float32, 64, 32)
+    assert found == pytest.approx(6 * (10 * 64 * 64) * 32 / 1e6, rel=1e-2)
 
 
 @pytest.mark.promise("compute-by-format")

@@ -41,7 +41,7 @@ FAST = {"update_gbps": 1e9, "device_gbps": 1e9, "link_gbps": 1e9, "nvme_read_gbp
 
 
 def of_muon(hardware, cls=None, dtype=torch.bfloat16, **where):
-    """The plan's prediction for three matrices in blocks of one, and their optimizer's class, 100 tokens a step."""
+    """The plan for three matrices in blocks of one, and their optimizer's class, 100 tokens a step."""
     model = torch.nn.Sequential(*[torch.nn.Linear(n, m, bias=False) for m, n in MATRICES])
     step = step_for((cls or torch.optim.Muon)(model.parameters()), TorchStep())
     options = {"activations": "keep", "parameter_dtype": dtype, "tokens": 100, "step": step}
@@ -58,7 +58,10 @@ def test_newton_schulz_takes_the_arithmetic_of_where_it_runs(hardware, where):
     assert products == 5 * (2**27 + 2**25 + 2**25 + 2**22 + 6 * 384**3), "by hand"
     compute = 6 * 100 * sum(m * n for m, n in MATRICES)
     machine = replace(hardware, **FAST, tflops={"bf16": 2})
-    found = of_muon(machine, **dict.fromkeys(HOST, where)).prediction
+    planned = of_muon(machine, **dict.fromkeys(HOST, where))
+    scratch = planned.store.scratch_bytes, planned.store.device_scratch_bytes
+    assert [nbytes > 0 for nbytes in scratch] == [hardware is CPU, hardware is GPU]
+    found = planned.prediction
     assert found.step_seconds == pytest.approx((compute + products) / 2e12, rel=1e-3)
     assert found.update_seconds == pytest.approx(products / 2e12, rel=1e-3)
     if where == "host":  # fp32 has a rate of its own

@@ -76,6 +76,8 @@ def test_inputs_on_another_tier_are_all_there_and_one_units_come_back():
     assert cut.bytes_of("device", "activations") == few * WORKING + 3 * INPUT * (TOKENS - few)
     nbytes, kept = LAYERS * INPUT * TOKENS, planned(rows=32)  # written in forward and read in backward
     assert cut.prediction.busy["nvme"] - kept.prediction.busy["nvme"] == pytest.approx(nbytes / 4e9 + nbytes / 6e9)
+    # In forward more parameters go up the link than inputs go down at the same time; in backward both go up.
+    assert cut.prediction.busy["link"] - kept.prediction.busy["link"] == pytest.approx(nbytes / 24e9)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 32])
