@@ -34,6 +34,7 @@ def test_a_slab_with_a_name_is_found_again(tmp_path, folders):
         extents = [slab.allocate(len(piece)) for piece in data]
         wait_all([slab.write(extent, piece) for extent, piece in zip(extents, data, strict=True)])
         slab.sync()
+        assert all(any((path / "kept.slab").read_bytes()) for path in paths)  # striped over all of them
     with opened() as slab:
         assert slab.found
         for extent, piece in zip(reversed(extents), reversed(data), strict=True):
