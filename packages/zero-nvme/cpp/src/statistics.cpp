@@ -18,7 +18,6 @@ std::uint64_t Histogram::upper_edge(int index) noexcept {
 
 void Histogram::add(std::uint64_t value) noexcept {
   counts_[index_of(value)].fetch_add(1, std::memory_order_relaxed);
-  count_.fetch_add(1, std::memory_order_relaxed);
   if (value > maximum()) maximum_.store(value, std::memory_order_relaxed);
 }
 

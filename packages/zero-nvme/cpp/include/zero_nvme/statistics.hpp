@@ -12,7 +12,6 @@ class Histogram {
  public:
   static constexpr int kBuckets = 64 * 4;
   void add(std::uint64_t value) noexcept;
-  std::uint64_t count() const noexcept { return count_.load(std::memory_order_relaxed); }
   std::uint64_t maximum() const noexcept { return maximum_.load(std::memory_order_relaxed); }
   std::uint64_t bucket(int index) const noexcept { return counts_[index].load(std::memory_order_relaxed); }
   static std::uint64_t upper_edge(int index) noexcept;  // the largest value that falls in it
@@ -20,7 +19,7 @@ class Histogram {
  private:
   static int index_of(std::uint64_t value) noexcept;
   std::array<std::atomic<std::uint64_t>, kBuckets> counts_{};
-  std::atomic<std::uint64_t> count_{0}, maximum_{0};
+  std::atomic<std::uint64_t> maximum_{0};
 };
 
 struct Direction {
