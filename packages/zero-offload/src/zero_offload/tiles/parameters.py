@@ -165,7 +165,6 @@ class ParameterStore:
         if self._monitor.blocked:
             self._refuse_if_all_held(i)
         self._monitor.condition.wait()
-        self._monitor.check_stop()
 
     def at_hand(self, tile: Tile) -> bool:
         """Whether for_update would return at once, and use no mirror."""

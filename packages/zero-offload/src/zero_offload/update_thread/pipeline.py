@@ -157,7 +157,6 @@ class Pipeline:
         Raises OffloadError if the current tile does not end.
         """
         self._worker.close()
-        self._states.read_early(())
         for slots in self._pools:
             try:
                 slots.drain()
