@@ -89,6 +89,9 @@ def test_a_state_dict_that_is_taken_while_parameters_have_memory_stays():
     model.load_state_dict(inside)  # as the error says
     kit.assert_bits(model.state_dict(), expected)
     assert len(taken) == 1
+    model.head.register_state_dict_post_hook(lambda _, state, prefix, __: state.__delitem__(prefix + "bias"))
+    with zero_core.gathered(model):
+        assert "head.bias" not in model.state_dict()
 
 
 @pytest.mark.promise("outside-writes")

@@ -159,6 +159,17 @@ def test_plain_torchs_bits_on_every_tier_and_rank(build, place):
     optimizer.close()
 
 
+def test_values_written_between_steps_that_give_parameters_other_memory_are_stepped():
+    dense = built()
+    model, optimizer = sharded(Alone)
+    for each, its in ((dense, Alone(groups_of(dense))), (model, optimizer)):
+        train(each, its)
+        with torch.no_grad():
+            each.inside.weight.fill_(0.5)
+        train(each, its, STEPS)
+    same(model, dense.state_dict())
+
+
 @kit.on_ranks(1, 2)
 @pytest.mark.parametrize("place", PLACES)
 def test_states_of_every_kind_go_to_plain_torch_and_back(place, tmp_path):

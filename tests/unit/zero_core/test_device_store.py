@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero_core.errors import StoreError
 from zero_core.memory import ElementBytes, step_traffic
 from zero_core.optim.device_store import DeviceStore
 from zero_core.store import GroupStep, Segment, ShardSpec, StoreContext
@@ -77,3 +78,10 @@ def test_an_optimizers_states_are_read_and_written_once():
     """Adam's two: 28 bytes for the update."""
     adam = ElementBytes(torch.bfloat16, torch.bfloat16, states=2)
     assert step_traffic(adam, 2) == 2 + 6 + 28 + 22
+
+
+def test_a_closed_store_does_not_wake():
+    store = DeviceStore()
+    store.close()
+    with pytest.raises(StoreError, match="is closed"):
+        store.wake()

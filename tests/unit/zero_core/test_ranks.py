@@ -1,10 +1,13 @@
 """Collectives between real ranks: what each rank is left with."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests import kit
-from zero_core.comm.ranks import Ranks
+from zero_core.comm.collectives import Axis
+from zero_core.comm.ranks import ALONE, Ranks
 from zero_core.pool import Pool
 
 
@@ -49,3 +52,19 @@ def test_the_digest_tells_which_collective_it_was_and_of_which_unit() -> None:
             with ranks._naming(collective, unit):
                 digests.add(ranks.digest)
     assert len(digests) == 8
+
+
+def test_a_gather_inside_the_machine_asks_for_all_bits() -> None:
+    """Values that were rounded in the gather from all machines are not rounded again."""
+    asked = []
+
+    class Inexact:
+        def __init__(self, *given: Any) -> None: ...
+
+        def all_gather(self, *given: Any, exact: bool) -> None:
+            asked.append(exact)
+
+    inside: Any = Axis(object(), 0, 2)
+    ranks = Ranks(ALONE, ALONE, Pool(torch.device("cpu")), Inexact, inside)  # type: ignore[arg-type]
+    ranks.all_gather_inside(torch.empty(4), torch.empty(2), "unit")
+    assert asked == [True]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zero_core.store import StoreContext
 from zero_offload import BudgetError, MemoryByteStore, SwapError, TieredStore, TorchStep
+from zero_offload.monitor import Stopped
 from zero_offload.testing import FaultyByteStore
 
 from .harness import NUMELS, TILE, Driver, make, make_specs, only_close_works
@@ -142,6 +143,18 @@ def test_waiting_while_every_slot_is_held_is_an_error_and_not_a_hang() -> None:
     driver.update([3, 4])
     with pytest.raises(BudgetError, match="all 3 are in use"):
         driver.store.wait()
+    driver.store.close()
+
+
+@pytest.mark.timeout(60)
+def test_an_update_that_finds_every_slot_held_after_a_failure_stops_and_does_not_wait() -> None:
+    driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
+    for i in range(3):
+        driver.store.parameters(i)
+    attached: Any = driver.store._attached
+    attached.monitor.fail(OSError("the disk is away"))
+    with pytest.raises(Stopped):
+        attached.path.host.begin_update(3, wait=True)
     driver.store.close()
 
 

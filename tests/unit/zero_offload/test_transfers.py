@@ -39,3 +39,19 @@ def test_memory_lives_while_it_is_in_flight_and_no_longer() -> None:
     assert seen() is None
     assert transfers.write_bytes == 4096 and transfers.read_bytes == 0
     assert [event.nbytes for event in transfers.in_flight.timeline.events()] == [4096]
+
+
+def test_after_drain_every_transfer_has_ended_though_one_has_failed() -> None:
+    class Failing(Copy):
+        def wait(self) -> None:
+            super().wait()
+            raise OSError("the disk is away")
+
+    requests = [Failing(), Copy()]
+    submitted = iter(requests)
+    disk: Any = SimpleNamespace(alignment=1, allocate=lambda nbytes: None, write=lambda *_: next(submitted))
+    transfers = Transfers(disk, InFlight(Timeline()))
+    for _ in requests:
+        transfers.allocate(8).write(torch.zeros(8, dtype=torch.uint8), "states")
+    transfers.in_flight.drain()
+    assert all(request.over for request in requests)
