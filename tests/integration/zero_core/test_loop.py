@@ -1,6 +1,7 @@
 """What belongs to a training loop besides backward and step: scales, schedulers, hooks, compiling, meshes, stores."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -92,7 +93,20 @@ def test_a_mesh_has_one_dimension_or_two_and_a_stage_that_takes_it():
             shard(shape, stage)
     for shape, stage in (((2,), 0), ((2, 1), 1), ((1, 2), 2), ((2, 1), 3)):
         model, optimizer = shard(shape, stage)
+        assert optimizer.engine.ranks.size == 2
         kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
+
+
+@kit.on_ranks(2)
+def test_two_ranks_reduce_once_a_step_at_stage_1_and_after_no_sync():
+    for stage in (1, 3):
+        model, optimizer = kit.sharded(toys.Stack, toys.sgd, stage=stage)
+        sent = kit.count_sent(optimizer.engine.ranks)
+        with zero_core.no_sync(model) if stage == 3 else nullcontext():
+            toys.loss_of(model, toys.data(0, 0)).backward()
+        assert not sent["reduce_scatter"], stage
+        kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
+        assert sent["reduce_scatter"] == sum(unit.layout.shard_numel for unit in zero_core.units(model)), stage
 
 
 @pytest.mark.promise("step-hooks")
@@ -177,6 +191,8 @@ def test_hybrid_sharding_on_a_mesh_of_two_dimensions(stage):
     toys.train(toys.Routed, stage=stage, mesh=mesh, micro=2)
     model, _ = toys.train(functools.partial(toys.Stack, 2), stage=stage, mesh=mesh)
     assert zero_core.units(model)[0].layout.shard_count == 2
+    with pytest.raises(zero_core.ZeroError, match="mesh of 2 ranks in a world of 4: it must hold every rank"):
+        kit.sharded(toys.Stack, mesh=mesh["shard"], stage=stage)
 
 
 def listening(prefetch_bytes, updates_later=True):

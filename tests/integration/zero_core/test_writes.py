@@ -67,8 +67,9 @@ def clamps_data_later(block):
 
 
 def replaces(block):
-    """Gives a parameter other memory."""
-    block.up.weight.data = block.up.weight.detach().clamp(-0.11, 0.11)
+    """Gives a parameter other memory, in every second forward."""
+    if block.calls % 2:
+        block.up.weight.data = block.up.weight.detach().clamp(-0.11, 0.11)
 
 
 class Unseen(toys.Stack):
