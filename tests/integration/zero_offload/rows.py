@@ -66,10 +66,7 @@ def batch_of(kind: str, rows: int, seed: int = 0, tokens: int = 7, padded: bool 
             "labels": torch.randint(0, 5, (rows,), generator=generator),
         }
     if kind == "whisper":
-        return {
-            "input_features": torch.randn(rows, 8, 24, generator=generator),
-            "labels": integers(64, rows, tokens),
-        }
+        return {"input_features": torch.randn(rows, 8, 24, generator=generator), "labels": integers(64, rows, tokens)}
     ids = integers(64, rows, tokens)
     lengths = torch.randint(3 if padded else tokens, tokens + 1, (rows, 1), generator=generator)
     mask = (torch.arange(tokens) < lengths).long()

@@ -20,15 +20,7 @@ from tests.integration.zero_offload.training import tiered
 from tests.swap import needs_swap
 from tests.unit.zero_offload import simulated
 from zero_core.errors import UnsupportedOptimizerError
-from zero_offload import (
-    BudgetError,
-    CompressedByteStore,
-    Hardware,
-    MemoryByteStore,
-    OffloadError,
-    TieredStore,
-    plan,
-)
+from zero_offload import BudgetError, CompressedByteStore, Hardware, MemoryByteStore, OffloadError, TieredStore, plan
 from zero_offload.memory import arena
 from zero_offload.memory.host_registration import register
 

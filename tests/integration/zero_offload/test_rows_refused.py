@@ -11,16 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from tests.integration.zero_offload.rows import (
-    Adds,
-    Block,
-    Case,
-    Toy,
-    build,
-    distance,
-    toy_batch,
-    toy_sharded,
-)
+from tests.integration.zero_offload.rows import Adds, Block, Case, Toy, build, distance, toy_batch, toy_sharded
 from zero_offload import ActivationError, TieredStore, TorchStep, offload_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations

@@ -45,10 +45,7 @@ def on(ranks, size, folder, *overrides):
 
 @pytest.mark.parametrize(
     ("now", "then", "kept"),
-    [
-        (1, 8, ("offload=none", "run.checkpoint_every=3")),
-        (4, 2, ("offload=nvme", "run.durable=process")),
-    ],
+    [(1, 8, ("offload=none", "run.checkpoint_every=3")), (4, 2, ("offload=nvme", "run.durable=process"))],
 )
 def test_a_step_has_the_same_sequences_on_another_number_of_ranks(ranks, tmp_path, now, then, kept):
     """16 of them: on two ranks, on fewer or more, there once more by the same command, and on two again."""

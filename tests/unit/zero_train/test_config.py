@@ -36,11 +36,7 @@ from zero_train.settings import compose as config
         ("offload=hots", "offload/hots | auto host none nvme"),
         ("ofload=host", "the key ofload does not exist | did you mean 'offload'"),
         ("run=3", "run=3 | RunConfig"),
-        (
-            "offload.tiers.x.y=1",
-            "add it with a plus before the key: +offload.tiers.x=…",
-            "+offload.tiers.x={y:1}",
-        ),
+        ("offload.tiers.x.y=1", "add it with a plus before the key: +offload.tiers.x=…", "+offload.tiers.x={y:1}"),
         ("run.resume=auto", "run.resume=auto | name a folder with run.dir=…", "run.resume=auto run.dir=x"),
         ("data.path=a{b", "needs quotes; write \"data.path='a{b'\"", "data.path='a{b'"),
         ("frobnicate", "frobnicate | write KEY=VALUE, or see zero-train --help"),
