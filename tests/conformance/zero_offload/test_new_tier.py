@@ -1,6 +1,6 @@
 """The change test: a tier that no package has heard of. It takes one class, one subclass of the suite and one argument.
 
-tests/integration/zero_train/test_new_tier.py names the same class in a YAML file and trains with it.
+tests/integration/zero_train/test_tiers_agree.py names the same class in a YAML file and trains with it.
 """
 
 import threading

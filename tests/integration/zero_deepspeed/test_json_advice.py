@@ -15,6 +15,7 @@ from torch import nn
 
 import zero_deepspeed as deepspeed
 from tests import kit
+from tests.unit.zero_deepspeed.test_engine import net
 from tests.unit.zero_deepspeed.test_keys import nested
 from zero_core.errors import ConfigError
 from zero_deepspeed import from_deepspeed
@@ -29,11 +30,6 @@ BASE = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW, "zero_optimizat
 SECTION = "zero_optimization"
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}
 STEP = {"type": "StepLR", "params": {"step_size": 1}}
-
-
-def net():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 def merged(base, more):

@@ -36,9 +36,9 @@ def nvme(tmp_path):
 class Script:
     """What a script makes before its loop, and the loop."""
 
-    def __init__(self, zero=None, *, steps=8, accumulate=2, clip=0.5, lr=5e-3, **options):
+    def __init__(self, zero=None, *, steps=8, accumulate=2, clip=0.5, lr=5e-3, model=None, **options):
         self.accelerator = accelerator(zero, gradient_accumulation_steps=accumulate, **options)
-        model = llama()
+        model = model or llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
         self.clip, self.norms = clip, []

@@ -4,7 +4,6 @@ Trainers and accelerators are in test_followed_trainer_advice.py.
 """
 
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,23 +12,15 @@ from transformers import AutoModelForCausalLM
 
 import zero_core
 import zero_hf
+from tests.following import advised
 from tests.integration.zero_hf.trainers import llama
-from zero_hf import ConfigError, ZeroConfig
+from zero_hf import ZeroConfig
 
 from .test_from_pretrained import load, same
 
 pytestmark = pytest.mark.promise("hf-advice")
 
 TOKENS = torch.arange(24).view(2, 12)
-
-
-@contextmanager
-def advised(*parts, error=ConfigError):
-    """An error of ours is raised, and its text has each of the parts."""
-    with pytest.raises(error) as raised:
-        yield
-    for part in parts:
-        assert part in str(raised.value), raised.value
 
 
 def trained(config, model=None, **options):

@@ -10,9 +10,9 @@ from transformers import Trainer, TrainingArguments
 import zero_core
 import zero_hf
 from tests import kit
+from tests.following import advised
 
 from .accelerated import accelerator, launched, moved, sgd
-from .test_followed_advice import advised
 from .trainers import Sharded, llama, rows, train, trainer
 
 pytestmark = pytest.mark.promise("trainer-advice")
@@ -37,12 +37,13 @@ def trains(folder, stock, cls=Sharded, rel=1e-5, **given):
 
 
 def test_a_trainer_class_and_a_class_of_arguments_are_given(tmp_path, stock):
-    with advised("give zero= with the Trainer class", error=TypeError):
+    with advised("give zero= with the Trainer class"):
         zero_hf.sharded(TrainingArguments, zero={"stage": 2})
     made = trains(tmp_path, stock, zero_hf.sharded(Trainer, zero={"stage": 2}), arguments_class=Arguments)
     assert made.zero_config.stage == 2
-    with advised("give it transformers.Trainer or a subclass of it, the class itself", error=TypeError):
-        zero_hf.sharded(made)
+    for wrong in (made, nn.Module, "Trainer"):
+        with advised("give it transformers.Trainer or a subclass of it, the class itself"):
+            zero_hf.sharded(wrong)
 
     class Own(Trainer):
         pass

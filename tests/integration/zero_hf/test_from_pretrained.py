@@ -14,11 +14,14 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 import zero_core
 import zero_hf
 from tests import kit
+from tests.integration.zero_core import mixtures
+from tests.integration.zero_core.mixtures import GROUP, STACKS, adamw, grouped
 from zero_core import ZeroError
+from zero_core.checkpoint.pretrained import FileValues
 from zero_core.checkpoint.safetensors import Reader
 from zero_hf import ZeroConfig, pretrained
 
-from .accelerated import accelerator, launched, rows
+from .accelerated import Script, launched
 
 pytestmark = pytest.mark.promise("from-pretrained")
 
@@ -250,21 +253,11 @@ def test_a_rank_reads_its_slices_and_nothing_else(ranks, tmp_path, zero):
 
 def _train(folder, ours):
     kind = transformers.AutoModelForCausalLM
-    if ours:
-        model = zero_hf.from_pretrained(kind, folder)
-    else:
-        model = kind.from_pretrained(folder)
     with launched():
-        acc = accelerator({"offload": "host"} if ours else None)
-        model, optimizer = acc.prepare(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-2))
-        losses = []
-        for row in rows(4):
-            loss = model(input_ids=row.view(1, -1), labels=row.view(1, -1)).loss
-            acc.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        acc.free_memory()
+        model = zero_hf.from_pretrained(kind, folder) if ours else kind.from_pretrained(folder)
+        script = Script({"offload": "host"} if ours else None, model=model.train())
+        losses = script.train()
+        script.accelerator.free_memory()
     return losses
 
 
@@ -273,3 +266,33 @@ def test_an_accelerator_trains_it_as_stock_trains_what_transformers_loads(ranks,
     saved(tmp_path, "LlamaForCausalLM")
     stock = ranks(2).run(_train, str(tmp_path), False)
     assert ranks(2).run(_train, str(tmp_path), True)[0] == pytest.approx(stock[0], rel=1e-5)
+
+
+@pytest.mark.promise("from-pretrained-experts")
+@pytest.mark.parametrize("stacked", [True, False])
+def test_from_pretrained_reads_one_group_of_experts_at_a_time(tmp_path, monkeypatch, stacked):
+    """stacked: files hold the stacks, as zero_core writes them; else each expert apart, as transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    stock = mixtures.qwen()
+    zero_core.save_pretrained(stock, tmp_path) if stacked else stock.save_pretrained(tmp_path)
+    values, pieces = [], []
+    for kind, sizes in ((FileValues, values), (Reader, pieces)):
+        read = kind.read
+
+        def counting(self, *given, read=read, sizes=sizes):
+            sizes.append(given[-1] - given[-2])
+            return read(self, *given)
+
+        monkeypatch.setattr(kind, "read", counting)
+    model = zero_hf.from_pretrained(AutoModelForCausalLM, tmp_path, attn_implementation="eager")
+    assert not values and not pieces
+    run = zero_hf.shard(model, adamw(model.parameters()), zero_hf.ZeroConfig(offload="host", expert_bytes=GROUP))
+    assert run.plan.store.held == run.store.describe().held
+    stack = stock.get_parameter(f"{STACKS[0]}.gate_up_proj")
+    assert len(grouped(model)) == 8
+    assert max(values) == stack.numel() // 4
+    assert sum(pieces) == sum(p.numel() for p in stock.parameters())  # each value once
+    with zero_core.gathered(model):
+        assert all(map(torch.equal, model.parameters(), stock.parameters()))
+    run.close()

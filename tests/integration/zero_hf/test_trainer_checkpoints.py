@@ -1,6 +1,7 @@
 """What a sharded Trainer saves: resumed at the same and at another world size, and loaded by transformers."""
 
 import os
+import re
 import shutil
 from contextlib import nullcontext
 
@@ -10,8 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import zero_core
+import zero_hf
 from tests import kit
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, tiers, train, trainer, weights
+from tests.integration.zero_nvme.faults import small_ext4
+from zero_core import ZeroError
 from zero_hf import ConfigError
 
 pytestmark = pytest.mark.promise("trainer-checkpoints")
@@ -54,14 +58,6 @@ def test_resumed_at_the_same_world_size_it_ends_in_the_same_bits(tier, way, tmp_
     assert later.losses == logs.losses[4:]
     same(states(again.model), states(whole.model))
     same(weights(again.model), weights(whole.model))
-
-
-def test_true_resumes_from_the_last_checkpoint_that_is_complete(tmp_path):
-    """A run that was killed while it saved leaves a folder without trainer_state.json."""
-    _, logs = train(Sharded, tmp_path, **SAVING)
-    (tmp_path / "checkpoint-8" / "trainer_state.json").unlink()
-    _, later = train(Sharded, tmp_path, resume=True, **SAVING)
-    assert later.losses == logs.losses[4:]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -172,3 +168,25 @@ def test_no_file_is_left_on_nvme_by_a_run_or_by_one_that_failed(tmp_path):
     made.save_model(str(tmp_path / "kept"))  # what was trained until then is not lost
     same(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "kept").state_dict()), weights(made.model))
     made.zero_run.close()
+
+
+OFTEN = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+FULL = "0 bytes are free|No space left"
+
+
+@pytest.mark.promise("trainer-full-disk")
+def test_after_a_full_disk_in_a_later_checkpoint_it_goes_on_from_the_one_before(tmp_path):
+    _, whole = train(Sharded, tmp_path / "whole", **OFTEN)
+    pages = sum(-(-file.stat().st_size // 4096) for file in (tmp_path / "whole" / "checkpoint-2").rglob("*"))
+    with small_ext4(tmp_path, 32 << 20) as folder:
+        room = 6144 * pages  # one and a half of them
+        (folder / "others").write_bytes(bytes(os.statvfs(folder).f_bavail * 4096 - room))
+        with pytest.raises(ZeroError, match=FULL):
+            train(Sharded, folder / "run", **OFTEN)
+        (folder / "others").unlink()
+        with pytest.raises(zero_hf.ConfigError, match="checkpoint-4 has no trainer_state.json") as refused:
+            train(Sharded, folder / "run", resume=str(folder / "run" / "checkpoint-4"), **OFTEN)
+        named = re.search(r"Delete this folder, and resume from (\S+), which is complete", str(refused.value)).group(1)
+        for given in (named, True):
+            _, later = train(Sharded, folder / "run", resume=given, save_strategy="no", max_steps=6)
+            assert later.losses == whole.losses[2:]

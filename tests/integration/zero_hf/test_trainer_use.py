@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
+import zero_core
 import zero_hf
 import zero_optim_cpu
 from tests import models
@@ -137,17 +138,6 @@ def test_a_smaller_batch_is_found_where_memory_runs_out(tmp_path):
 
     given = {"auto_find_batch_size": True, "per_device_train_batch_size": 3}
     as_stock(tmp_path, losses, model=small, **given)
-
-
-def test_an_optimizer_and_a_schedule_of_the_callers(tmp_path):
-    found = []
-    for cls, more in ((Trainer, {}), (Sharded, {"zero": {"offload": "host"}})):
-        model = llama()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        _, logs = train(cls, tmp_path, model, optimizers=(optimizer, schedule), **more)
-        found.append(logs.losses)
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_a_mixture_of_experts_is_saved_as_transformers_loads_it(tmp_path):
@@ -285,3 +275,72 @@ def test_a_second_stage_needs_an_output_folder_of_its_own(tmp_path):
     again, logs = train(Sharded, tmp_path / "second", made.model, zero=zero, max_steps=2)
     assert len(logs.losses) == 2
     again.end()
+
+
+@pytest.mark.promise("hf-adamw-8bit")
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"])
+def test_the_usual_names_are_adamw_with_8_bit_moments(tmp_path, name):
+    """Equal to the layout by its own name, at less than a third of the bytes of fp32 ones."""
+    made, logs = train(Sharded, tmp_path / "named", zero={"offload": "host"}, optim=name)
+    assert made.args.optim == name and made.zero_run.config.states == "split_8bit"
+    zero = {"offload": "host", "states": "split_8bit"}
+    other, expected = train(Sharded, tmp_path / "plain", zero=zero, optim="adamw_torch")
+    assert logs.losses == expected.losses
+    exact, _ = train(Sharded, tmp_path / "exact", zero={"offload": "host"}, optim="adamw_torch")
+    few, many = (each.zero_run.plan.bytes_of("host", "optimizer") for each in (made, exact))
+    assert few < many / 3
+    for each in (made, other, exact):
+        each.end()
+
+
+@pytest.mark.advice('write optimizer: host (or offload: host), or optim="adamw_torch"')
+@pytest.mark.promise("hf-adamw-8bit")
+def test_states_on_the_device_and_other_layouts_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"optim='adamw_8bit' keeps moments in 8 bits on the host .* optimizer: host"):
+        train(Sharded, tmp_path, zero={"stage": 3}, optim="adamw_8bit")
+    train(Sharded, tmp_path, zero={"stage": 3, "optimizer": "host"}, optim="adamw_8bit")[0].end()
+    train(Sharded, tmp_path, zero={"stage": 3}, optim="adamw_torch")[0].end()
+    narrow = {"offload": "host", "states": "split_bf16m", "param_dtype": "bf16"}
+    with pytest.raises(ConfigError, match=r"both say how states are kept: leave states out, or write .*adamw_torch"):
+        train(Sharded, tmp_path, zero=narrow, optim="adamw_8bit")
+    train(Sharded, tmp_path, zero=narrow, optim="adamw_torch")[0].end()
+    train(Sharded, tmp_path, zero={**narrow, "states": "fp32"}, optim="adamw_8bit")[0].end()
+
+
+@pytest.mark.promise("hf-adamw-8bit")
+def test_a_later_stage_of_the_same_trainer_may_ask_for_exact_moments(tmp_path):
+    made, _ = train(Sharded, tmp_path, zero={"offload": "host"}, optim="adamw_8bit")
+    made.end()
+    made.args.optim, made.optimizer, made.lr_scheduler = "adamw_torch", None, None
+    made.train()
+    assert made.zero_run.config.states == "fp32"
+    made.end()
+
+
+def both(model):
+    inside = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name}
+    matrices = [p for p in model.parameters() if id(p) in inside]
+    others = [p for p in model.parameters() if id(p) not in inside]
+    return zero_core.JointOptimizer(torch.optim.Muon(matrices, lr=0.02), zero_optim_cpu.AdamW(others, lr=3e-3))
+
+
+def run(kind, folder, **options):
+    model = llama()
+    return train(kind, folder, model=model, optimizers=(both(model), None), learning_rate=1.0, **options)
+
+
+@pytest.mark.promise("hf-muon")
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+def test_a_trainer_is_given_muon_and_adamw(tmp_path):
+    _, expected = run(Trainer, tmp_path / "plain")
+    for number, zero in enumerate(({"stage": 3}, {"offload": "host"}, {"offload": "host", "param_dtype": "bf16"})):
+        made, logs = run(Sharded, tmp_path / str(number), zero=zero)
+        assert logs.losses == pytest.approx(expected.losses, rel=1e-3 if "param_dtype" not in zero else 0.05)
+        if zero.get("offload"):
+            plan, store = made.zero_run.plan, made.zero_run.store
+            assert plan.store.held == store.describe().held
+            tiles = (tile.uncut for unit in store.describe().units for tile in unit.tiles)
+            uncut = {each.name for each in tiles if each is not None}
+            assert len(uncut) == 14 and all("layers" in name for name in uncut), "seven matrices of each layer"
+            assert plan.held["host", "buffers"] >= plan.store.scratch_bytes > 0
+        made.end()

@@ -113,13 +113,6 @@ def test_the_same_bits_under_every_policy(kept, policy, placement, discrete):
     assert not discrete or (found[2]["host_bytes"] > 0) == (policy != "recompute")
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-def test_the_same_bits_through_the_fewest_and_smallest_slots(kept, slots):
-    found = train("nvme", slots=slots, piece_bytes=4096)
-    assert same(found, kept)
-    assert found[2]["host_bytes"] == slots * 4096
-
-
 def test_units_may_differ(kept):
     mixed = {"layers.0": "nvme", "layers.1": "host", "layers.2": "recompute", "layers.*": "keep"}
     found = train(mixed)

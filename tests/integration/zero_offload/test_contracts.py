@@ -16,7 +16,6 @@ from tests.integration.zero_offload.training import tiered
 from zero_core import checkpoint
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim.contracts import contract_of
-from zero_offload import TieredStore
 from zero_offload.testing import CrashByteStore
 
 pytestmark = pytest.mark.promise("by-itself")
@@ -349,15 +348,6 @@ def test_the_list_says_nothing_of_subclasses():
     parameters = [nn.Parameter(torch.zeros(2))]
     assert contract_of(torch.optim.AdamW(parameters)) == "elementwise"
     assert contract_of(Mine(parameters)) == "together"
-
-
-def test_moments_in_fewer_bits_are_not_given_up_in_silence():
-    """An optimizer that the kernels do not know gets no fp32 states where others were asked for."""
-    zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
-    store = TieredStore(optimizer="host", step=zero_optim_cpu.CpuStep(layout="split_8bit"))
-    model = built()
-    with pytest.raises(TypeError, match="no CPU kernel for optimizer torch.optim.radam.RAdam"):
-        zero_core.shard(model, radam(groups_of(model)), store=store)
 
 
 @pytest.mark.parametrize("build", [CountsUsed, Alone])

@@ -94,12 +94,14 @@ def test_a_run_goes_on_in_other_tiles(options, tmp_path):
 @pytest.mark.promise("durable-elsewhere")
 @kit.on_ranks(2)
 def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
-    """For another stage, and any number of ranks. A slab that is missing, or of another step, is told."""
+    """As one that is saved meanwhile. For another stage, and any number of ranks. A slab that is missing is told."""
     rank, _ = kit.world()
     disk = slab(tmp_path, f"run.{rank}")
     training = Training(disk, stage=3)
     training.steps(2)
     checkpoint.save(tmp_path / "saved", training.model, training.optimizer)
+    saving = checkpoint.save(tmp_path / "beside", training.model, training.optimizer, blocking=False)
+    saving.wait()
     training.end()
     disk.close()
     torch.distributed.barrier()  # the other rank's is closed too
@@ -123,9 +125,8 @@ def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
             write_checkpoint([CrashByteStore()], tmp_path / "other", **given)
     torch.distributed.barrier()
     for options in ({"stage": 0}, {"stage": 3}):
-        (values, step), (others, other) = (loaded(tmp_path / name, **options) for name in ("kept", "saved"))
-        assert step == other == 2
-        assert equal(values, others)
+        (values, step), *others = (loaded(tmp_path / name, **options) for name in ("kept", "saved", "beside"))
+        assert step == 2 and all(other == 2 and equal(values, each) for each, other in others)
 
 
 @pytest.mark.advice("call wait() of what save() returned, or")
@@ -237,18 +238,3 @@ def test_ranks_that_save_in_the_background_wait_as_long_for_each_other_as_the_ot
     found, wanted = (group._get_backend(torch.device("cpu")).options._timeout for group in (beside, everyone))
     assert found == wanted and wanted.total_seconds() < 1800
     training.end()
-
-
-@pytest.mark.promise("durable-copied-out")
-@kit.on_ranks(2)
-def test_ranks_save_in_the_background(tmp_path):
-    training = Training(CrashByteStore(), stage=3)
-    training.steps(2)
-    checkpoint.save(tmp_path / "blocking", training.model, training.optimizer)
-    saving = checkpoint.save(tmp_path / "beside", training.model, training.optimizer, blocking=False)
-    training.to_the_end()
-    saving.wait()
-    training.end()
-    (values, step), (others, other) = loaded(tmp_path / "beside"), loaded(tmp_path / "blocking")
-    assert step == other == 2
-    assert equal(values, others)

@@ -226,17 +226,3 @@ def go_on(build, dtype):
 )
 def test_states_travel_between_tiers(ranks, build, dtype, size):
     ranks(size).run(go_on, build, dtype)
-
-
-@pytest.mark.promise("states-in-part")
-def test_a_model_that_sleeps_says_so():
-    model, optimizer = stored(toys.adamw, 2, torch.float32, 3)
-    run(model, optimizer, 0, 1)
-    found = optimizer.full_state_dict()
-    zero_core.sleep(model)
-    for call in (model.state_dict, optimizer.full_state_dict, lambda: optimizer.load_state_dict(found)):
-        with pytest.raises(OffloadError, match=r"sleeps: call zero_core.wake\(model\)"):
-            call()
-    zero_core.wake(model)
-    equal(optimizer.full_state_dict(), found)
-    optimizer.close()

@@ -5,7 +5,6 @@ or summed in 16 bits, or if a unit is gathered once a part.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,6 @@ from tests.integration.zero_offload.rows import (
     toy_sharded,
     train,
 )
-from zero_core.unit_memory.unit_memory import CAN_SWAP
 from zero_offload import ActivationError, Timeline, offload_activations
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.promise("rows")]
@@ -133,42 +131,6 @@ def test_two_ranks(ranks, case):
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------
-
-
-def count_calls(store: Any, name: str, calls: Counter[str]) -> None:
-    method = getattr(store, name)
-
-    def counted(unit: int, *args: Any) -> Any:
-        calls[f"{name} {unit}"] += 1
-        return method(unit, *args)
-
-    setattr(store, name, counted)
-
-
-def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_of_parts():
-    """The bytes of three steps, and how often the store is asked for a unit and given a gradient."""
-
-    def moved(rows: int | None, steps: int) -> tuple[int, int, Counter[str]]:
-        model, store, optimizer = build(Case(placement="nvme", overlap=False))
-        calls: Counter[str] = Counter()
-        for name in ("parameters", "accept_gradient"):
-            count_calls(store, name, calls)
-        with offload_activations(model, store, "recompute", rows=rows):
-            for step in range(steps):
-                kit.step(optimizer, model(**batch_of("llama", 6, step)).loss)
-        done = Counter(calls)
-        with zero_core.gathered(model):  # every update is done
-            found = store.stats()
-        optimizer.close()
-        return found["nvme_read_bytes"], found["nvme_write_bytes"], done
-
-    whole = moved(None, 3)
-    assert whole[0] > moved(None, 2)[0] > 0
-    for parts in (moved(2, 3), moved(1, 3)):
-        assert parts[:2] == whole[:2]
-        for found in (parts[2], whole[2]):
-            assert {calls for name, calls in found.items() if "gradient" in name} == {3}
-        assert parts[2] == whole[2] or not CAN_SWAP  # units of their own memory are copied from the store once more
 
 
 def test_the_timeline_has_a_span_for_each_part_that_is_computed():

@@ -14,7 +14,7 @@ from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_offload.training import Model, loss_of, tiered
 from zero_core.util.freed_memory import HostMemory
-from zero_offload import MemoryByteStore
+from zero_offload import MemoryByteStore, OffloadError
 
 pytestmark = pytest.mark.promise("sleep")
 
@@ -75,7 +75,7 @@ def test_the_same_bits_as_without_sleep(ranks: Any, size: int) -> None:
             assert all(map(torch.equal, mine, theirs)), (placement, stage, options)
 
 
-def test_sleep_inside_a_step_is_refused() -> None:
+def test_sleep_inside_a_step_is_refused_and_states_of_what_sleeps_are() -> None:
     with small_chunks():
         model, optimizer = made("host", 3)
         refused = pytest.raises(zero_core.ZeroError, match="inside forward or backward")
@@ -87,6 +87,11 @@ def test_sleep_inside_a_step_is_refused() -> None:
             zero_core.sleep(model)
         loss_of(model, 0).backward()
         optimizer.step()
+        full = optimizer.full_state_dict()
+        zero_core.sleep(model)
+        for call in (model.state_dict, optimizer.full_state_dict, lambda: optimizer.load_state_dict(full)):
+            with pytest.raises(OffloadError, match=r"sleeps: call zero_core.wake\(model\)"):
+                call()
         optimizer.close()
 
 

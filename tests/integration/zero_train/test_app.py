@@ -38,15 +38,6 @@ def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
     assert end <= steps[-1]["ts"] + steps[-1]["dur"], "validation and sampling after the last step are no part of it"
 
 
-def test_a_sweep_runs_each_job_in_a_folder_of_its_own(capsys, tmp_path):
-    arguments = ["-m", *COMMON, f"run.dir={tmp_path}", "run.steps=2", "zero.stage=0,3", "offload=none,nvme"]
-    assert app.main(arguments) == 0
-    text = capsys.readouterr().out
-    for job in range(4):
-        assert f"#{job} : " in text and f"results in {tmp_path / str(job)}" in text
-        assert len((tmp_path / str(job) / "metrics.jsonl").read_text().splitlines()) == 2
-
-
 @pytest.mark.promise("sweep-mistake-number")
 def test_a_mistake_of_a_job_is_told_with_its_number(capsys, tmp_path):
     assert app.main(["-m", *COMMON, f"run.dir={tmp_path}", "offload=none", "run.steps=0,-1"]) == 2
@@ -99,11 +90,7 @@ def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(text, said, capsys, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        ("run.step=3", "run.steps"),
-        ("zero.stage=4", "zero.stage"),
         ("offload=nvme offload.nvme_paths=[/nowhere/at/all]", "offload.nvme_paths"),
-        ("data=text data.path=/nowhere", "data.path"),
-        ("model.hidden_size=30 model.heads=4", "model.heads"),
         ("run.resume=/nowhere", "run.resume"),
         ("offload=nvme offload.tile_numel=1000", "tile_numel"),
         ("run.dir=/proc/version offload=host", "run.dir=/proc/version"),

@@ -57,26 +57,6 @@ def test_a_prompt_and_each_line_of_stdin_are_answered_alike(tiny, tmp_path, caps
     assert said(capsys, f"run.dir={run}", "generate.tokens=8")[:2] == (0, 2 * answer)
 
 
-def test_an_adapter_answers_over_the_model_that_it_names(tiny, tmp_path):
-    """Fails if the adapter is ignored, or put over another model than model.path."""
-    peft = pytest.importorskip("peft")
-    model, tokenizer = tiny
-    model.save_pretrained(tmp_path / "base")
-    plain = generate.Speaker.of(tmp_path / "base").model
-    adapted = peft.get_peft_model(plain, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    run = left_by_run(tmp_path / "run", adapted, tokenizer, base=str(tmp_path / "base"))
-    loaded = generate.Speaker.of(run)
-    tokens = torch.arange(5)[None]
-    with torch.no_grad():
-        assert torch.equal(loaded.model(tokens).logits, adapted.eval()(tokens).logits)
-        with adapted.disable_adapter():
-            assert not torch.equal(loaded.model(tokens).logits, adapted(tokens).logits)
-
-    (tmp_path / "base" / "config.json").rename(tmp_path / "config.json")
-    with pytest.raises(ValueError, match=r"cannot be loaded: .*base"):
-        generate.Speaker.of(run)
-
-
 def test_a_model_of_bytes_continues_the_text(tmp_path, capsys):
     """Fails if a run of task=pretrain, which exports no tokenizer, is not answered."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 
 import pytest
 
@@ -235,28 +234,6 @@ def test_a_sweep_on_two_ranks_runs_all_its_jobs(tmp_path, interpreter):
         (line,) = (tmp_path / "sweep" / str(job) / "metrics.jsonl").read_text().splitlines()
         assert json.loads(line)["step"] == 1
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv"]
-
-
-@pytest.mark.promise("folder-in-use")
-def test_a_killed_run_leaves_no_lock(tmp_path):
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            with run_folder.claimed(tmp_path / "run"):
-                os.write(write, b"x")
-                signal.pause()
-        finally:
-            os._exit(1)
-    os.read(read, 1)
-    try:
-        with pytest.raises(ConfigError, match=f"process {child}"), run_folder.claimed(tmp_path / "run"):
-            pass
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    with run_folder.claimed(tmp_path / "run"):
-        pass
 
 
 def test_a_filesystem_without_locks_is_told(tmp_path, monkeypatch):

@@ -4,6 +4,9 @@ On a real slab, under the SIMD step, with a plan's bytes confirmed. Fails if the
 not written.
 """
 
+import re
+import sys
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -11,7 +14,9 @@ from torch.nn.functional import cross_entropy
 import zero_core
 from tests.integration.zero_train.helpers import COMMON, trained
 from tests.reference import Reference
+from zero_train.cli import app
 from zero_train.data import text
+from zero_train.errors import ConfigError
 from zero_train.model import causal_lm
 from zero_train.run import assemble, loop, planning
 from zero_train.run.ranks import Ranks
@@ -171,3 +176,128 @@ def test_rows_at_a_time_train_as_whole_batches_do(tmp_path, policy):
     assert dict(cut.validation) == pytest.approx(dict(whole.validation), rel=1e-6)
     for moved in ("nvme_read_bytes", "nvme_write_bytes"):
         assert getattr(cut.steps[-1], moved) == getattr(whole.steps[-1], moved)
+
+
+DRAWER = """# @package _global_
+offload:
+  tiers:
+    drawer:
+      _target_: tests.conformance.zero_offload.test_new_tier.Drawer
+      drawers: 65536
+hardware:
+  tiers:
+    drawer: {gib: 0.5, read_gbps: 1, write_gbps: 1}
+"""
+
+
+PLACED = ("offload=host", "offload.parameters=drawer", "offload.optimizer={host: 0.5, drawer: 0.5}")
+
+
+@pytest.fixture
+def found(tmp_path):
+    """The override that lets Hydra find the file."""
+    (tmp_path / "conf" / "tier").mkdir(parents=True)
+    (tmp_path / "conf" / "tier" / "drawer.yaml").write_text(DRAWER)
+    return f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+
+
+@pytest.mark.promise("tier-in-one-class", "compressed-memory")
+@pytest.mark.parametrize("tier", ["drawer", "compressed"])
+def test_a_file_and_a_class_are_a_tier_with_the_bits_of_host_memory(tmp_path, found, tier):
+    """Fails if any package asked for a tier by name."""
+    if tier == "compressed":
+        pytest.importorskip("zstandard")
+    all_there = ("offload=host", *(f"offload.{kind}={tier}" for kind in ("parameters", "gradients", "optimizer")))
+    placed = PLACED if tier == "drawer" else all_there
+    host = trained(tmp_path / "host", "offload=host", "run.steps=3")
+    there = trained(tmp_path / "there", found, f"tier={tier}", *placed, "run.steps=3")
+    assert there.losses == host.losses and there.digest == host.digest
+
+
+@pytest.mark.promise("unknown-tier")
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("offload.tiers.drawer.drawers=1",), "bytes wanted, and there are 1 drawers"),
+        (("offload.tiers.drawer._target_=no.such.Class",), "offload.tiers.drawer: No module named 'no'"),
+        (("hardware.tiers.drawer.gib=0.0001",), "hardware.tiers.drawer.gib"),
+        (("offload.optimizer=host", "offload.parameters=host"), "tier is given, but nothing uses it"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_one_line(tmp_path, found, capfd, words, text):
+    code = app.main([*COMMON, found, "tier=drawer", *PLACED, *words, f"run.dir={tmp_path / 'run'}"])
+    assert code == 2 and re.search(text, capfd.readouterr().err)
+
+
+OWN = '''
+import torch
+
+class Normed(torch.optim.Optimizer):
+    """Moves each parameter by its momentum over the momentum's norm."""
+
+    def __init__(self, params, lr, weight_decay=0.0, scale=1.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "scale": scale})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(mean / (mean.norm() + 1e-6), alpha=group["lr"] * group["scale"])
+
+class Plain(Normed):
+    """Has no weight decay."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+
+WORD = 3
+'''
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with the module `own_optimizers`, in which the run starts."""
+    (tmp_path / "own_optimizers.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("own_optimizers", None)
+
+
+WORDS = ("optim=own", "optim.target=own_optimizers:Normed", "optim.lr=0.1", "optim.options.scale=0.5")
+
+
+ALONE = "optim.contract='by itself'"
+
+
+@pytest.mark.promise("train-own-optimizer")
+def test_it_learns_on_the_device_and_has_the_same_bits_on_host_and_nvme(here):
+    none = trained(here / "none", "offload=none", *WORDS, "run.steps=30")
+    host, nvme = (trained(here / at, f"offload={at}", *WORDS, ALONE, "run.steps=30") for at in ("host", "nvme"))
+    assert host.losses == nvme.losses and host.digest == nvme.digest
+    assert nvme.steps[-1].nvme_write_bytes > 0
+    assert none.losses == pytest.approx(nvme.losses, abs=1e-3)
+    assert sum(none.losses[-5:]) / 5 < none.losses[0] - 0.5
+
+
+@pytest.mark.promise("train-own-optimizer")
+@pytest.mark.advice("give arguments that it takes", "Here that key is optim.contract, and offload=none")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["optim=own"], "optim.target=None names no class: .*; write MODULE:CLASS"),
+        (["optim=own", "optim.target=own_optimizers:No"], "names no class: .*; write MODULE:CLASS"),
+        (["optim=own", "optim.target=own_optimizers:WORD"], "is not a class; write MODULE:CLASS"),
+        ([*WORDS, "optim.options.sacle=1"], "unexpected keyword argument 'sacle'; give arguments that it takes"),
+        (["optim=own", "optim.target=own_optimizers:Plain"], "takes no weight_decay: set optim.weight_decay=0"),
+        ([*WORDS, "offload=host"], "Normed has no contract.*Here that key is optim.contract, and offload=none keeps"),
+    ],
+)
+def test_what_does_not_go_is_one_line(here, more, said):
+    with pytest.raises(ConfigError, match=said):
+        trained(here / "run", *more)
+    if "Plain" in str(more):
+        trained(here / "advised", *more, "optim.weight_decay=0", "optim.lr=0.1", "run.steps=1", "offload=none")

@@ -151,17 +151,6 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path, opt
 
 
 @pytest.mark.promise("ds-convert")
-@pytest.mark.parametrize("stage, size", [(1, 2), (3, 3)])
-def test_what_was_converted_is_loaded_as_any_checkpoint(tmp_path, stage, size):
-    truth = write(tmp_path / "theirs", stage, size, client={"epoch": 3})
-    convert(tmp_path / "theirs", tmp_path / "ours")
-    model, optimizer = _sharded()
-    loaded = zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
-    _compare(model, optimizer, truth)
-    assert (loaded.step, loaded.extra, loaded.world_size) == (9, {"epoch": 3}, size)
-
-
-@pytest.mark.promise("ds-convert")
 def test_weights_are_the_masters(tmp_path):
     truth = write(tmp_path / "theirs", 3, 2)
     convert_weights(tmp_path / "theirs", tmp_path / "exact", max_file_bytes=200)

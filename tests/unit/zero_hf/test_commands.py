@@ -1,6 +1,7 @@
 """The command line: what it prints, and its exit codes."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -44,12 +45,17 @@ def test_what_is_refused_and_what_cannot_be_read_exit_with_2(tmp_path, capsys):
         main(["translates"])
 
 
+@pytest.mark.promise("ds-convert")
 def test_convert_writes_a_checkpoint_or_safetensors(tmp_path):
-    truth = write(tmp_path / "theirs", 3, 2)
-    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
-    model, optimizer = _sharded()
-    zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
-    _compare(model, optimizer, truth)
+    for stage, size in ((1, 2), (3, 3)):
+        truth = write(tmp_path / "theirs", stage, size, client={"epoch": 3})
+        assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+        model, optimizer = _sharded()
+        loaded = zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
+        _compare(model, optimizer, truth)
+        assert (loaded.step, loaded.extra, loaded.world_size) == (9, {"epoch": 3}, size)
+        shutil.rmtree(tmp_path / "theirs")
+    write(tmp_path / "theirs", 3, 2)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "net"}))
     arguments = ["--weights", "--dtype", "bf16", "--model", str(tmp_path)]
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "half"), *arguments]) == 0

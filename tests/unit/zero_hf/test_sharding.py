@@ -2,14 +2,17 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import zero_core
+import zero_hf
 import zero_offload
 from zero_hf import ConfigError, ZeroConfig, shard
 from zero_hf.sharding import plan
+from zero_offload import OffloadError
 
 
 def model():
@@ -18,27 +21,6 @@ def model():
 
 class Mine(torch.optim.RMSprop):
     """As an optimizer that is not listed."""
-
-
-@pytest.mark.promise("trainer-no-host-update")
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [
-        (torch.optim.RMSprop, {}),
-        (torch.optim.RMSprop, {"offload": "host"}),
-        (Mine, {}),
-        (Mine, {"offload": "host", "optimizer_contract": "by itself"}),
-    ],
-)
-def test_an_optimizer_without_a_kernel_trains_as_plain_torch(kind, given):
-    ours, plain = model(), model()
-    plain.load_state_dict(ours.state_dict())
-    run = shard(ours, kind(ours.parameters()), ZeroConfig(**given))
-    for net, optimizer in ((ours, run.optimizer), (plain, kind(plain.parameters()))):
-        net(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    torch.testing.assert_close(list(ours.parameters()), list(plain.parameters()))
-    run.close()
 
 
 @pytest.mark.promise("trainer-no-host-update")
@@ -175,3 +157,64 @@ def test_a_run_that_was_closed_does_not_end_in_a_plain_model():
     ours = model()
     third = shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ZeroConfig())
     assert third.end() and third.end() and type(ours[0].weight) is torch.nn.Parameter
+
+
+def test_offload_places_what_no_kind_places_itself_and_settings_name_a_class():
+    config = ZeroConfig(offload="nvme", gradients="host", nvme_paths=["/a", "/b"])
+    assert config.placements == {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
+    assert config.nvme_paths == ("/a", "/b")
+    assert ZeroConfig(row_modules="layers.*", token_modules=["*.mlp"]).token_modules == ("*.mlp",)
+    config = ZeroConfig.of({"optimizer": {"device": 0.25, "host": 0.75}})
+    assert config.placements["optimizer"] == {"device": 0.25, "host": 0.75}
+    assert hash(config) == hash(ZeroConfig(optimizer={"device": 0.25, "host": 0.75}))
+    assert hash(ZeroConfig(row_modules="layers.*")) == hash(ZeroConfig(row_modules=["layers.*"]))
+    assert ZeroConfig().placements == dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stage": 4}, "stage=4: choose one of 0, 1, 2, 3"),
+        ({"offload": "nvme"}, "nvme_paths is empty"),
+        ({"optimizer": "disk"}, "optimizer: 'disk' is not a tier"),
+        ({"zero_stage": 3}, "zero_stage, which is no setting: there are stage, offload"),
+        (["host"], "a list: give a mapping"),
+        ({"param_dtype": "fp8"}, "param_dtype='fp8': choose one of None, 'bf16', 'fp16'"),
+        ({"optimizer": {"host": 0.5}}, "add up to 0.5, not to 1"),
+        ({"optimizer": {"host": 0.5, "nvme": 0.5}}, "nvme_paths is empty"),
+        ({"host_bytes": "4GiB"}, "host_bytes='4GiB': give a whole number of at least 0, without a unit"),
+        ({"tile_numel": 0}, "tile_numel=0 is not a multiple of"),
+        ({"activations": "disk"}, "'disk' is not an activation policy; policies are keep, recompute, host, nvme"),
+        ({"activations": "nvme", "offload": "host"}, "activations='nvme' needs something else on nvme"),
+        ({"rows": 4}, "rows=4 with activations='keep': rows needs recomputed blocks"),
+        ({"rows": 0, "activations": "host"}, "rows=0: give the number of rows"),
+        ({"tokens": 0, "activations": "host"}, "tokens=0: give the number of tokens"),
+        ({"nvme_paths": "/mnt/{localrank}"}, "the only placeholder is {local_rank}"),
+        ("/nowhere/zero.yaml", "/nowhere/zero.yaml"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_the_values_there_are(given, said):
+    net = torch.nn.Linear(4, 1)
+    with pytest.raises((ConfigError, OffloadError), match="(?s).*".join(said.split("...")).replace("(", r"\(")):
+        shard(net, torch.optim.SGD(net.parameters(), lr=0.1), ZeroConfig.of(given))
+
+
+PROJECT = Path(__file__).parents[3] / "packages" / "zero-hf" / "pyproject.toml"
+
+
+def test_the_versions_that_are_checked_are_those_that_are_required() -> None:
+    assert '"transformers>=5.23,<6"' in PROJECT.read_text()
+
+
+@pytest.mark.promise("hf-versions")
+@pytest.mark.parametrize(
+    ("version", "fits"), [("5.22.2", False), ("4.57.6", False), ("6.0.0", False), ("5.24.0", True)]
+)
+def test_another_transformers_is_named_with_what_to_install(monkeypatch, version: str, fits: bool) -> None:
+    monkeypatch.setattr(zero_hf.metadata, "version", lambda name: version)
+    monkeypatch.delitem(vars(zero_hf), "ZeroConfig", raising=False)
+    if fits:
+        assert zero_hf.ZeroConfig
+        return
+    with pytest.raises(ImportError, match=f"needs transformers>=5.23,<6, and {version} is installed: pip install 'tr"):
+        _ = zero_hf.ZeroConfig

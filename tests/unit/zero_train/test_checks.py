@@ -11,7 +11,7 @@ import pytest
 
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
-from zero_train.settings import checks, compose, extras, placement
+from zero_train.settings import checks, compose, extras
 
 
 def changed(*overrides):
@@ -155,14 +155,6 @@ def test_every_number_has_a_smallest_and_a_largest_value(section, key, whole):
             checks._declared(section, key, many(value))
     for value in [low] * ("at_least" in bounds) + [high] * ("at_most" in bounds) + [(low + high) / 2]:
         checks._declared(section, key, many(value))
-
-
-def test_only_what_is_on_nvme_needs_a_disk():
-    assert placement.uses_nvme(changed("offload=nvme"))
-    assert placement.uses_nvme(changed("offload=host", "offload.optimizer={host: 0.5, nvme: 0.5}"))
-    assert not placement.uses_nvme(changed("offload=host"))
-    assert not placement.uses_nvme(changed("offload=none", "offload.optimizer=nvme"))
-    assert placement.uses_nvme(changed("offload=auto"))
 
 
 FINE_TUNING = "task=sft model.path=x data.path=x"

@@ -1,9 +1,96 @@
-"""The text: split by file, sampled by number, refused with the key to change."""
+"""The text is split by file. A row that cannot be used is told with the key and what was there, and is read mended."""
 
+import re
+
+import pytest
 import torch
 
-from zero_train.data import text
+from zero_train.data import rows, text
 from zero_train.schema import DataConfig
+
+SYSTEM = {"role": "system", "content": "s"}
+ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CHAT = {"messages": [ASKED, SAID]}
+CALL = '{"name": "f", "arguments": {}}'
+TEXTS, PAIR = {"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}
+TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
+
+
+@pytest.mark.advice(
+    "so there is nothing to learn from; add one",
+    "write one object with",
+    "but this message is trained on; delete",
+    "which is not learned from; delete",
+)
+@pytest.mark.promise("bad-row", "data-shapes")
+@pytest.mark.parametrize(
+    ("task", "found", "advice", "fixed"),
+    [
+        ("sft", [1], "is [1]; write one object with `messages`", {"text": "a"}),
+        ("sft", {"prompt": [ASKED], "completion": "b"}, 'and "b" in `completion`; write both alike', TEXTS),
+        ("sft", {"messages": [{**ASKED, "train": True}, SAID]}, "is not learned from; delete `train` there", CHAT),
+        ("sft", {"messages": [{**ASKED, "content": [{"type": "text"}]}, SAID]}, "write it as one text", CHAT),
+        ("sft", {**CHAT, "images": []}, "delete the column or the row", CHAT),
+        ("sft", {"messages": [ASKED]}, "add one, or set task.loss_on=everything", CHAT),
+        ("sft", {"messages": [ASKED, {**SAID, "train": False}]}, "delete the row", CHAT),
+        ("sft", {"system": "s", "messages": [SYSTEM, ASKED, SAID]}, "delete one of them", {"system": "s", **CHAT}),
+        ("sft", {**TEXTS, "label": True}, "choose task=kto, or delete `label`", TEXTS),
+        ("sft", {"messages": [ASKED, SAID, ASKED, {**SAID, "weight": 0}]}, "write a row for each answer", CHAT),
+        (
+            "sft",
+            {"prompt": [ASKED], "completion": [{**SAID, "weight": 0}]},
+            "delete `weight` from it, or the row",
+            TEXTS,
+        ),
+        (
+            "sft",
+            {"conversations": [ASKED, SAID, {"from": "function_call", "value": "f()"}]},
+            "write JSON with `name` and `arguments`",
+            {"conversations": [ASKED, SAID, {"from": "function_call", "value": CALL}]},
+        ),
+        (
+            "sft",
+            {"instruction": "a", "output": "b", "history": ["c"]},
+            "write [[question, answer], …]",
+            {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+        ),
+        ("sft", {"messages": [ASKED, {**SAID, "weight": 0.5}]}, "must be the number 0 or 1", CHAT),
+        ("sft", {"messages": [ASKED, {**SAID, "weight": "0"}]}, "must be the number 0 or 1", CHAT),
+        ("sft", {"messages": "hello"}, 'has "hello" in `messages`, which must be a list of messages', CHAT),
+        ("sft", {"messages": []}, "has [] in `messages`, which must be a list of messages", CHAT),
+        ("sft", {"messages": ["hello"]}, 'has "hello" as message 1 of `messages`, which must be an object', CHAT),
+        ("sft", {"messages": [{"content": "a"}]}, "has null as `role` of message 1", CHAT),
+        ("sft", {"messages": [{**ASKED, "role": ["user"]}]}, 'has ["user"] as `role`', CHAT),
+        ("sft", {"conversations": [{"from": "bing", "value": "a"}]}, 'has "bing" as `role`', CHAT),
+        ("sft", {"conversations": [{"from": "human"}]}, "has null in `content` of message 1", CHAT),
+        ("sft", {"messages": [ASKED, {**SAID, "tool_calls": 1}]}, "has 1 as `tool_calls`", CHAT),
+        ("sft", {**CHAT, "tools": "{"}, 'has "{" in `tools`, which must be a list of objects', {**CHAT, "tools": "[]"}),
+        ("sft", {"prompt": " ", "completion": "a"}, 'has " " in `prompt`, which must be a text', TEXTS),
+        ("sft", {}, "has no columns, and task=sft needs", CHAT),
+        ("sft", {"question": "a", "id": 3}, "has `question`, `id`, and task=sft needs", CHAT),
+        ("pretrain", CHAT, "such rows are for task=sft", {"text": "a"}),
+        ("pretrain", {"text": True}, "has true in `text`", {"text": "a"}),
+        ("dpo", {"prompt": "a", "chosen": "b"}, "task=dpo needs `prompt` and `chosen` and `rejected`, or", PAIR),
+        ("dpo", {**TALKS, "prompt": "x"}, "none of the messages with which", {**TALKS, "prompt": "a"}),
+        ("dpo", {**TALKS, "rejected": [SAID]}, "begin with different messages; write a `prompt`", TALKS),
+        ("reward", {"chosen": [SAID], "rejected": [ASKED]}, "has no assistant message in `rejected`", TALKS),
+        ("reward", {**PAIR, "margin": "x"}, 'has "x" in `margin`, which must be a number', {**PAIR, "margin": "1.5"}),
+        ("kto", {**TEXTS, "label": 1}, "has 1 in `label`, which must be true or false", {**TEXTS, "label": "False"}),
+    ],
+)
+def test_rows_that_are_corrected_are_read(task, found, advice, fixed):
+    """Fails if a mistake does not name the key and what was there, or what is advised is refused too."""
+    with pytest.raises(rows.Mistake, match=re.escape(advice)):
+        rows.read(found, task)
+    rows.read(fixed, task)
+    if "or set task.loss_on=everything" in advice:
+        rows.read(found, task, everything=True)
+
+
+@pytest.mark.promise("marks")
+def test_with_the_loss_on_everything_no_mark_leaves_anything_out():
+    with pytest.raises(rows.Mistake, match=r"`train` false in message 1 .* this message is trained on"):
+        rows.read({"messages": [{**ASKED, "train": False}, SAID]}, "sft", everything=True)
 
 
 def config(kind, **values):
@@ -32,11 +119,3 @@ def test_files_of_a_folder_that_are_not_text_are_counted(tmp_path):
     (tmp_path / "c.bin").write_bytes(bytes(range(256)))
     corpus = text.load(config("text", path=str(tmp_path)), 0)
     assert "empty or not text: 1)" in corpus.name and "2 files" in corpus.name
-
-
-def test_a_sample_depends_on_its_number_and_seed_alone():
-    corpus = text.load(config("synthetic"), 0)
-    whole = corpus.batch(8, 4, 16, seed=1)[0]
-    halves = torch.cat([corpus.batch(8, 2, 16, seed=1)[0], corpus.batch(10, 2, 16, seed=1)[0]])
-    assert torch.equal(whole, halves)
-    assert not torch.equal(whole, corpus.batch(8, 4, 16, seed=2)[0])

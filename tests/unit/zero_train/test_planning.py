@@ -7,7 +7,6 @@ import pytest
 
 import zero_core
 from zero_offload.memory.arena import Arena
-from zero_offload.planning.hardware import bytes_shown
 from zero_train.cli import unused_keys
 from zero_train.errors import ConfigError
 from zero_train.model import causal_lm
@@ -124,18 +123,6 @@ def test_a_described_machine_is_planned_for_and_not_run_on():
         asked("hardware.nodes=4", "hardware.ranks_per_node=1", ranks=Ranks(0, 2, 0, 2))
 
 
-def test_the_text_says_what_will_be_written():
-    composed, plan = planned("offload=nvme", "run.steps=10", "hardware.nvme_gib=100")
-    text = planning.described(plan, composed, Ranks())
-    total = plan.setup_write_bytes + 10 * plan.write_bytes_per_step
-    assert planning.written_bytes(plan, composed, Ranks()) == total
-    assert f"will write {bytes_shown(total)} to disk in all" in text
-    assert "checkpoints" not in text
-    composed.run.checkpoint_every = 5
-    assert planning.checkpoint_bytes(plan, composed, Ranks()) >= 2 * 103e6 * 12
-    assert "GB of checkpoints" in planning.described(plan, composed, Ranks())
-
-
 @pytest.mark.promise("resumed-plan")
 def test_a_resumed_run_plans_the_steps_that_are_left():
     composed, plan = planned("offload=nvme", "run.steps=10", "run.checkpoint_every=4", *RATES)
@@ -246,9 +233,3 @@ def held_back(*overrides, ranks=TWO):
 def test_gradients_that_wait_for_the_step_are_planned_and_printed(overrides, bytes_an_element):
     assert held_back(*overrides.split()) == pytest.approx(bytes_an_element, rel=0.02)
     assert held_back(*overrides.split(), ranks=Ranks()) == 0  # one rank holds nothing back
-
-
-@pytest.mark.promise("ranks-hold-plan")
-def test_a_plan_without_room_for_held_back_gradients_names_the_key():
-    with pytest.raises(ConfigError, match=r"zero\.no_sync=false"):
-        planned("offload=host", "run.accumulate=4", "zero.no_sync=true", "hardware.host_gib=2", ranks=TWO)

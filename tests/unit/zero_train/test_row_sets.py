@@ -97,13 +97,6 @@ def test_the_same_bytes_are_converted_once(tmp_path, monkeypatch):
     assert asked(load(*given).training)[-1] == "question 9"
 
 
-def test_validation_rows_come_from_a_file_of_their_own(tmp_path):
-    path, other = lines(tmp_path / "a.jsonl", [chat(n) for n in range(5)]), lines(tmp_path / "b.jsonl", [chat(9)])
-    read = load(f"data.path={path}", f"data.validation_path={other}")
-    assert len(read.training) == 5 and asked(read.validation) == ["question 9"]
-    assert "5 rows of `messages` as messages to train on, 0 held out; " in read.name and "1 held out" in read.name
-
-
 @pytest.mark.promise("epochs-mixture")
 def test_sets_have_their_shares_and_none_is_left_out(tmp_path):
     """Fails if a set is cut short, weights are not followed, or the order depends on more than the seed."""
@@ -142,13 +135,3 @@ def test_a_number_that_datasets_would_round_is_told(tmp_path):
         loaded(0.12345678901234566)
     read = loaded("0.12345678901234566")["messages"]
     assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": "0.12345678901234566"}
-
-
-@pytest.mark.promise("row-formats")
-def test_a_reward_is_given_columns_as_they_were(tmp_path):
-    """Fails if a text that looks like a number is one."""
-    path = lines(
-        tmp_path / "a.jsonl", [{"prompt": "a", "answer": "42", "x": None}, {"prompt": "b", "answer": "x", "x": 1}]
-    )
-    read = load(f"data.path={path}", "task.reward=a:b", task="grpo").training
-    assert [(row["answer"], row["x"]) for row in read] == [("42", None), ("x", 1)]
