@@ -74,13 +74,10 @@ def test_the_rate_warms_up_then_falls_along_a_cosine():
     assert all(later < earlier for earlier, later in zip(rates[9:], rates[10:], strict=False))
 
 
-def test_a_final_fraction_of_one_is_constant_and_no_warm_up_is_allowed():
-    optim = OptimConfig(kind="adamw", lr=0.5, warmup_steps=0, final_fraction=1.0)
-    assert {loop.learning_rate(optim, number, 5) for number in range(1, 6)} == {0.5}
-
-
 @pytest.mark.promise("rates")
-def test_a_rate_of_zero_has_a_schedule():
+def test_a_rate_of_zero_has_a_schedule_and_a_final_fraction_of_one_is_constant():
+    constant = OptimConfig(kind="adamw", lr=0.5, warmup_steps=0, final_fraction=1.0)
+    assert {loop.learning_rate(constant, number, 5) for number in range(1, 6)} == {0.5}
     optim = OptimConfig(kind="adamw", lr=0.0, warmup_steps=2)
     assert [loop.learning_rate(optim, number, 5) for number in (1, 2, 5)] == [0, 0, 0]
     assert [loop.share(optim, number, 5) for number in (1, 2, 5)] == [0.5, 1, pytest.approx(0.1)]
