@@ -425,6 +425,27 @@ def test_what_a_pass_refuses_is_called_after_it(name):
     call(model, optimizer)
 
 
+@pytest.mark.promise("queued-callbacks")
+@kit.on_ranks(1, 2)
+def test_a_callback_that_a_backward_queues_may_step_and_is_refused_gradients():
+    """torch 2.15 has `torch.autograd.graph.queue_callback`; earlier ones have it by another name."""
+    queue = getattr(torch.autograd.graph, "queue_callback", torch.autograd.Variable._execution_engine.queue_callback)
+
+    def train(model, optimizer, callback):
+        model.head.weight.register_hook(lambda gradient: queue(callback))
+        for step in range(3):
+            toys.loss_of(model, toys.data(step, 0)).backward()
+            optimizer.zero_grad()
+
+    dense, plain, model, optimizer = kit.pair(toys.Stack, toys.sgd)
+    train(dense, plain, plain.step)
+    train(model, optimizer, optimizer.step)
+    kit.assert_bits(model.state_dict(), dense.state_dict())
+    model, optimizer = sharded()
+    with pytest.raises(GradientError, match=r"norm.* inside forward or backward: call it after loss.backward\(\)"):
+        train(model, optimizer, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
 @kit.on_ranks(1, 2)
 def test_a_forward_after_a_backward_that_raised_gives_every_unit_back():
     model, _ = sharded()
