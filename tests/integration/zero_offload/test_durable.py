@@ -258,7 +258,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     for disk, place, told in (
         (MemoryByteStore(), "nvme", "give a named one, such as zero_nvme.Slab"),
         (None, "host", "durable needs nvme="),
-        (shared, "host", "others have a part; give it a slab of its own"),
+        (shared, "host", "others; give the store another slab"),
     ):
         with pytest.raises(GenerationError, match=told):
             Training(disk, place)

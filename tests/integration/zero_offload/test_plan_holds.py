@@ -18,7 +18,7 @@ from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_core.estimate.pool_simulation import Rehearsal, UnitSize
 from zero_core.model.unit_plan import plan_units
 from zero_core.unit_memory import unit_memory
-from zero_offload import Hardware, MemoryByteStore, OffloadError, TieredStore, TorchStep, plan
+from zero_offload import Hardware, MemoryByteStore, ModelSizes, OffloadError, TieredStore, TorchStep, plan
 
 pytestmark = pytest.mark.promise("run-holds-plan")
 
@@ -356,6 +356,7 @@ def test_a_unit_comes_after_those_that_are_in_use_around_it():
     found = [(unit.name, unit.depth) for unit in plan_units(Blocks())]
     assert found[:5] == [("root", 0), ("layers.0", 0), *((f"layers.0.0.tiles.{i}", 1) for i in range(3))]
     assert [name for name, depth in found if not depth][:4] == ["root", "layers.0", "layers.1", "layers.2"]
+    assert [unit.name for unit in ModelSizes.of(Blocks()).units if unit.again] == [n for n, depth in found if depth]
 
 
 @pytest.mark.promise("units-inside-units")

@@ -465,3 +465,10 @@ def test_a_random_state_from_before_the_key_was_neutral_still_loads(tmp_path: Pa
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: restored.append(given))
     checkpoint.restore_random_state(old, torch.device("cuda", 1))
     assert restored == [(old["cuda"], torch.device("cuda", 1))]
+
+
+def test_a_checkpoint_without_a_scheduler_is_not_loaded_into_one(tmp_path: Path) -> None:
+    model, optimizer = make()
+    checkpoint.save(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match="saved without a scheduler; load it with scheduler=None"):
+        checkpoint.load(tmp_path, model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2))

@@ -1,5 +1,6 @@
 """What `DeviceStore` reads and writes off the CPU is what `step_traffic` says, which planners count with."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import zero_core
 from zero_core.errors import StoreError
 from zero_core.memory import ElementBytes, step_traffic
 from zero_core.optim.device_store import DeviceStore
@@ -85,3 +87,11 @@ def test_a_closed_store_does_not_wake():
     store.close()
     with pytest.raises(StoreError, match="is closed"):
         store.wake()
+
+
+def test_a_store_is_of_one_model():
+    store = DeviceStore()
+    for told in (nullcontext(), pytest.raises(StoreError, match="make a new DeviceStore for each zero_core.shard")):
+        model = nn.Linear(2, 2)
+        with told:
+            zero_core.shard(model, torch.optim.SGD(model.parameters()), store=store)

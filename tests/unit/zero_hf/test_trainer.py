@@ -1,6 +1,7 @@
 """`sharded`: one class for each Trainer class, its settings, what is refused, and how data are told apart."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from accelerate.state import AcceleratorState
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from zero_hf import ConfigError, ZeroConfig, sharded
+from zero_hf.trainer.checkpoints import complete_checkpoint
 from zero_hf.trainer.run_identity import digest as digest_of
 
 
@@ -93,3 +95,13 @@ def test_rows_are_told_apart_by_their_values_and_not_by_addresses():
     assert digest({"a": torch.ones(2, dtype=torch.bfloat16)}) != digest({"a": torch.zeros(2, dtype=torch.bfloat16)})
     assert digest([1, [2.5]]) != digest([1, [2]]) and digest(1) != digest(1, 1)
     assert digest_of(iter([])) == "list_iterator"
+
+
+def test_true_resumes_from_the_last_checkpoint_that_is_complete(tmp_path):
+    """A run that was killed while it saved leaves a folder without trainer_state.json."""
+    args = SimpleNamespace(output_dir=tmp_path)
+    assert complete_checkpoint(True, args) is True  # stock code says that there is none
+    for step in (4, 8):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").touch()
+    assert complete_checkpoint(True, args) == str(tmp_path / "checkpoint-4")

@@ -161,7 +161,7 @@ def test_a_larger_body_frees_the_room_of_the_smaller_one():
 
 @pytest.mark.parametrize(
     ("error", "kind", "told"),
-    [(OSError(errno.EIO, "broken"), OSError, "broken"), (ValueError(), GenerationError, "of which others have a part")],
+    [(OSError(errno.EIO, "broken"), OSError, "broken"), (ValueError(), GenerationError, "has bytes of others")],
 )
 def test_a_header_that_cannot_be_claimed_is_not_allocated_anew(error, kind, told):
     store = CrashByteStore(found=True)

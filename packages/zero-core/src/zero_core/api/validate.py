@@ -109,7 +109,7 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, param_dtype: torch
             )
     if strangers := [p.shape for p in given if id(p) not in mine]:
         raise ZeroError(
-            f"the optimizer has {len(strangers)} parameters that are not in the model (shapes {strangers[:3]}): build "
+            f"the optimizer has {len(strangers)} parameters that the model lacks (the first: {strangers[:3]}): build "
             "it from model.parameters() of the model given to shard"
         )
 

@@ -156,8 +156,8 @@ class Finder:
         complaints += _told(("not trained when it was saved, and not in it", others))
         if complaints:
             raise CheckpointError(
-                f"{self._folder} is of another model: {' | '.join(complaints)}; build the parameters that a checkpoint "
-                "leaves out as they were when the run was saved"
+                f"{self._folder} is of another model: {' | '.join(complaints)}; build the model, and train and freeze "
+                "its parameters, as when it was saved"
             )
 
     def _check_options(self, everything: Iterable[str], shapes: Container[str]) -> None:

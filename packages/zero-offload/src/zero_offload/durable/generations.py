@@ -86,7 +86,7 @@ class Generations:
         """Claims a header of an earlier process, or allocates it: a process killed early may have left none."""
         nbytes = self._transfers.alignment
         others = GenerationError(
-            f"durable with {self._named()}, of which others have a part; give it a slab of its own"
+            f"durable= needs a slab of its own, and {self._named()} has bytes of others; give the store another slab"
         )
         if self._store.found:
             try:
