@@ -341,15 +341,14 @@ def turn(parts: dict[str, Callable[..., Any]], count: int, rows: int | None = No
     losses = [parts["step"]()]
     wait() if settled else None
     wait_for_kernels()
-    before, moved, begin, cpu = stats(), drive_bytes(), time.perf_counter(), time.process_time()
+    before, moved, begin = stats(), drive_bytes(), time.perf_counter()
     for _ in range(count):
         losses.append(parts["step"]())
     wait() if settled else None
     wait_for_kernels()
-    seconds, cpu_seconds, after = (time.perf_counter() - begin) / count, (time.process_time() - cpu) / count, stats()
+    seconds, after = (time.perf_counter() - begin) / count, stats()
     wait()
     answer = {"seconds": seconds, "exposed_seconds": 0.0, "peak_rss_bytes": peak_rss_bytes(os.getpid())}
-    answer["cpu_seconds"] = cpu_seconds
     answer |= {key: (after[key] - before[key]) / count for key in STATS if key in after}
     answer |= {key: (nbytes - moved[key]) / count for key, nbytes in drive_bytes().items()}
     answer["losses"] = [loss.item() for loss in losses]

@@ -3,7 +3,6 @@
 import pytest
 
 from zero_core.comm import Collectives, MessageCollectives, TorchCollectives
-from zero_core.comm.ranks import BY_BACKEND
 from zero_core.testing import CollectivesSuite
 
 
@@ -19,10 +18,6 @@ class TestMessages(OnGloo):
 
 class TestTorch(OnGloo):
     collectives, rows = TorchCollectives, False  # gloo has no rows of different sizes, and never runs these here
-
-
-def test_gloo_has_messages():
-    assert BY_BACKEND == {"gloo": MessageCollectives}
 
 
 @pytest.mark.promise("collectives-protocol")

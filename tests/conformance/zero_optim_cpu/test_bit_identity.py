@@ -50,10 +50,20 @@ def run(layout: str, dtype: torch.dtype, optimizer: torch.optim.Optimizer, isa: 
     return tile
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_update_matrix(layout: str, dtype: torch.dtype) -> None:
-    optimizer = adamw(lr=0.01)
+RULES = {
+    "AdamW": adamw(lr=0.01),
+    "Adagrad": torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))]),
+    "Lion": zero_optim_cpu.Lion([torch.nn.Parameter(torch.zeros(1))]),
+    "SGD": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], momentum=0.9),
+}
+OTHERS = [("split", BF16, rule) for rule in RULES if rule != "AdamW"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "rule"), [*itertools.product(LAYOUTS, (FP32, BF16, FP16), ("AdamW",)), *OTHERS]
+)
+def test_update_matrix(layout: str, dtype: torch.dtype, rule: str) -> None:
+    optimizer = RULES[rule]
     expected = run(layout, dtype, optimizer, "scalar", 1, 0)
     assert expected.parameter.isnan().any() and not expected.parameter.isnan().all()
     for isa, threads, shift in MATRIX:
@@ -61,16 +71,6 @@ def test_update_matrix(layout: str, dtype: torch.dtype) -> None:
         assert same(tile.parameter, expected.parameter), (isa, threads, shift)
         for name, values in expected.states.items():
             assert same(tile.states[name], values), (name, isa, threads, shift)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Adagrad, zero_optim_cpu.Lion, torch.optim.SGD])
-def test_the_other_rules(cls: type) -> None:
-    options = {"momentum": 0.9} if cls is torch.optim.SGD else {}
-    optimizer = cls([torch.nn.Parameter(torch.zeros(1))], **options)
-    expected = run("split", BF16, optimizer, "scalar", 1, 0)
-    for isa, threads, shift in MATRIX:
-        tile = run("split", BF16, optimizer, isa, threads, shift)
-        assert same(tile.parameter, expected.parameter), (isa, threads, shift)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])

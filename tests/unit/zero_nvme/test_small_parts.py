@@ -11,7 +11,6 @@ import zero_nvme
 from zero_nvme import buffers
 from zero_nvme.__main__ import main
 from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory
-from zero_nvme.files.filesystem import mount_of
 from zero_nvme.tools.measure import measure_weights
 
 
@@ -67,13 +66,6 @@ def test_buffers_and_ranges_that_a_slab_refuses(tmp_path):
         for offset, nbytes in [(0, 4097), (1, 4096), (-1, 1), (4096, 1)]:
             with pytest.raises(ValueError, match="outside an extent of 4096"):
                 slab.read(extent, bytearray(nbytes), offset)
-
-
-def test_filesystem_names(tmp_path):
-    assert mount_of("/proc").filesystem == "proc"
-    assert mount_of(str(tmp_path)).filesystem
-    with pytest.raises(zero_nvme.NvmeError, match="No such file"):
-        mount_of(str(tmp_path / "missing")).filesystem
 
 
 @pytest.mark.promise("named-slab")

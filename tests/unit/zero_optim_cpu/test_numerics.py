@@ -136,20 +136,6 @@ def test_the_split_rebuilds_every_pattern_and_rounds_ties_away() -> None:
     assert split(quiet)[0].isnan().all()
 
 
-def test_updates_keep_the_exact_split() -> None:
-    """A split master takes the same path as an fp32 one, for every pattern that is not NaN."""
-    values = patterns()
-    values = values[values.isfinite()]
-    optimizer = adamw(lr=0.01)
-    step = CpuStep("split", threads=1)
-    step.bind(optimizer)
-    tiles = [make_tile(step, values, dtype) for dtype in (FP32, BF16)]
-    for tile in tiles:
-        tile.gradient.copy_(torch.randn(values.numel(), generator=torch.Generator().manual_seed(3)))
-        step.update(tile, [Segment(0, values.numel(), optimizer.param_groups[0])], 1.0)
-    assert same(tiles[0].parameter, step.read(tiles[1], "master"))
-
-
 def test_nan_made_by_a_step_shows_in_the_parameter() -> None:
     optimizer = adamw()
     for layout in zero_optim_cpu.LAYOUTS:
