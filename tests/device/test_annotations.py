@@ -21,38 +21,23 @@ def reports(sim: Any) -> str:
 
 
 @pytest.mark.races_expected
-def test_a_file_read_into_memory_that_is_copied_before_it_has_come(device, sim, tmp_path):
+@pytest.mark.parametrize("writes", [False, True], ids=["read", "write"])
+def test_a_file_and_a_copy_that_use_the_same_memory(device, sim, tmp_path, writes):
+    """Read into memory that is copied before it has come; written from memory that a copy has not filled."""
     zero_nvme = pytest.importorskip("zero_nvme")
+    values, told = torch.ones(NUMEL, device=device), f"zero_nvme {'writes' if writes else 'reads'} a file"
     with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:
         extent = slab.allocate(4 * NUMEL)
         slab.write(extent, torch.ones(NUMEL)).wait()
         for waits in (True, False):
             host = torch.zeros(NUMEL, pin_memory=True)
-            ticket = slab.read(extent, host)
+            ticket = host.copy_(values, non_blocking=True) if writes else slab.read(extent, host)
             if waits:
-                ticket.wait()
-            there = host.to(device, non_blocking=True)
+                torch.accelerator.synchronize() if writes else ticket.wait()
+            second = slab.write(extent, host) if writes else host.to(device, non_blocking=True)
             found = reports(sim)
-            ticket.wait()
-            assert ("zero_nvme reads a file" in found) == (not waits), found
-            del there
-
-
-@pytest.mark.races_expected
-def test_a_file_written_from_memory_that_a_copy_has_not_filled(device, sim, tmp_path):
-    zero_nvme = pytest.importorskip("zero_nvme")
-    values = torch.ones(NUMEL, device=device)
-    with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:
-        extent = slab.allocate(4 * NUMEL)
-        for waits in (True, False):
-            host = torch.zeros(NUMEL, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            if waits:
-                torch.accelerator.synchronize()
-            ticket = slab.write(extent, host)
-            found = reports(sim)
-            ticket.wait()
-            assert ("zero_nvme writes a file" in found) == (not waits), found
+            (second if writes else ticket).wait()
+            assert (told in found) == (not waits), found
 
 
 @pytest.mark.races_expected
