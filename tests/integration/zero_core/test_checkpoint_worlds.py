@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-import zero_core
 from tests import kit, models
 from tests.integration.zero_core import checkpoint_runs as runs
 from tests.integration.zero_core import toys
@@ -189,18 +188,6 @@ def test_buffers_are_those_of_rank_0(tmp_path):
     assert all(torch.equal(one, right) for one, right in zip(model.buffers(), expected[0], strict=True))
 
 
-@pytest.mark.promise("checkpoint-integers")
-@kit.on_ranks(1, 2)
-def test_integer_parameters_are_saved_and_loaded(tmp_path):
-    model = torch.nn.Linear(4, 4)
-    model.codes = torch.nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
-    optimizer = zero_core.shard(model, toys.sgd([model.weight, model.bias]))
-    checkpoint.save(tmp_path, model, optimizer)
-    model.codes.zero_()
-    checkpoint.load(tmp_path, model, optimizer)
-    assert model.codes.tolist() == [1, 2]
-
-
 @pytest.mark.promise("checkpoint-extra")
 @kit.on_ranks(2)
 def test_extra_is_what_rank_0_gave(tmp_path: Path) -> None:
@@ -210,4 +197,3 @@ def test_extra_is_what_rank_0_gave(tmp_path: Path) -> None:
         optimizer.param_groups[0][option] = 1
         checkpoint.save(tmp_path, model, optimizer, extra=runs.world()[0])
         assert checkpoint.load(tmp_path, model, optimizer).extra == 0
-    optimizer.close()

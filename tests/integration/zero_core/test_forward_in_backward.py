@@ -6,7 +6,6 @@ if a gradient is reduced before all of it has arrived.
 
 import threading
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -80,27 +79,6 @@ class Ode(toys.Stack):
 class Reversible(toys.Stack):
     def run(self, block, x):
         return Couple.apply(block, x)
-
-
-class Deep(toys.Stack):
-    """A reversible block around an adjoint around a checkpoint, and the whole once more in a checkpoint.
-
-    In an adjoint, which asks for gradients of inputs, torch has no reentrant checkpoint.
-    """
-
-    def __init__(self, reentrant):
-        self.reentrant = reentrant
-        super().__init__(4)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for first, second in pairwise(self.blocks):
-            reversible = partial(Couple.apply, partial(self.around, first, second))
-            x = checkpoint(reversible, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-    def around(self, first, second, x):
-        return second(Adjoint.apply(partial(checkpoint, first, use_reentrant=False), 2, x, *first.parameters()))
 
 
 class Equilibrium(toys.Stack):
@@ -188,8 +166,6 @@ class Frozen(Reversible):
 MODELS = {
     "adjoint": Ode,
     "reversible": Reversible,
-    "deep": partial(Deep, False),
-    "deep reentrant": partial(Deep, True),
     "equilibrium": Equilibrium,
     "hook inside a block": HookInsideBlock,
     "energy": Energy,
@@ -243,12 +219,11 @@ def test_gradients_inside_of_a_forward_without_gradients(size, stages):
         for step in range(2):
             with torch.no_grad():
                 torch.testing.assert_close(model(toys.data(step, 0)), dense(toys.data(step, 0)))
-        optimizer.close()
 
 
 @kit.on_ranks(1, 2)
 def test_updates_in_backward_train_as_plain_torch_or_refuse_a_later_use():
-    for name in ("reversible", "deep", "equilibrium", "frozen", "energy"):
+    for name in ("reversible", "equilibrium", "frozen", "energy"):
         toys.train(MODELS[name], steps=2, update_in_backward=True)
     model = kit.sharded(HookInsideBlock, toys.sgd, update_in_backward=True)[0]
     with pytest.raises(GradientError, match="unit 'blocks.2' is used inside a backward that has updated it"):

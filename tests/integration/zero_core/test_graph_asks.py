@@ -218,31 +218,6 @@ class GradientOfRoot(Model):
         return y + grad(lambda y: self.head(y @ self.head.weight).square().sum())(y), kept
 
 
-class Function(torch.autograd.Function):
-    """Reads its weight from `ctx.saved_tensors`."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        assert weight.shape == (6, 6)
-        return gradient @ weight, gradient.T @ x
-
-
-class OfOthers(Model):
-    """Its functions save weights of several blocks, outside of their units."""
-
-    def forward(self, x):
-        y, kept = super().forward(x)
-        for block in self.blocks[:2]:
-            kept = [Function.apply(Function.apply(each, self.blocks[2].k.weight), block.v.weight) for each in kept]
-        return y, kept
-
-
 class Frozen(Model):
     def __init__(self):
         super().__init__()
@@ -265,20 +240,12 @@ class Nested(Model):
         return self.head(x), kept
 
 
-class Replaced(Model):
-    """Its forward is replaced, before shard() or, by `prepare`, after it."""
-
-    def replace(self):
-        given = self.forward
-        self.forward = lambda x: given(x)
-
-
 INSIDE = {
     "checkpoints around blocks": partial(Checkpointed, False),
     "checkpoints around two blocks": partial(Checkpointed, False, 2),
     "reentrant checkpoints around blocks": partial(Checkpointed, True),  # of what is kept, torch has no graph either
     **{name: partial(Model, make=partial(Block, around)) for name, around in AROUND.items()},
-    **{make.__name__: make for make in (GradientOfRoot, OfOthers, Frozen, Nested, Replaced)},
+    **{make.__name__: make for make in (GradientOfRoot, Frozen, Nested)},
 }
 NOT_IN = {"a reentrant checkpoint inside": (before_the_output,), "reentrant checkpoints around blocks": FORMS}
 
@@ -290,8 +257,7 @@ def test_so_with_checkpoints_hooks_transforms_and_functions_inside_of_a_unit(nam
     options = {"units": [Block, nn.Sequential]} if name == "Nested" else {}
     for form in (*FORMS, output):
         if form not in NOT_IN.get(name, ()):
-            prepare = Replaced.replace if name == "Replaced" else None
-            trains_as_torch(INSIDE[name], form, prefetch_bytes=0, tolerance=1e-5, prepare=prepare, **options)
+            trains_as_torch(INSIDE[name], form, prefetch_bytes=0, tolerance=1e-5, **options)
 
 
 class Recurrent(Block):
@@ -355,9 +321,6 @@ def test_compiled_blocks_and_models(which):
     torch._dynamo.reset()
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("graph-needs-values")
 def test_a_parameter_that_was_written_between_raises_what_torch_raises():
     for change in (lambda m: m.blocks[1].v.weight.mul_(2), lambda m: m.blocks[2].kept.mul_(2)):
@@ -392,9 +355,6 @@ def test_a_graph_that_outlives_its_model():
     gc.collect()
     loss.backward()
     torch.testing.assert_close(y.grad, x.grad)
-
-
-# -- what is left behind -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("no-activation-outlives")

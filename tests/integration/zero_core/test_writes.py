@@ -115,19 +115,6 @@ def test_writes_are_kept_where_the_store_copies_and_through_data_where_the_param
 
 
 @pytest.mark.promise("writes-in-forward")
-@kit.on_ranks(1, 2)
-def test_writes_inside_a_forward_reach_the_fp32_masters():
-    torch.manual_seed(0)
-    model = Clamped().bfloat16()
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for _ in range(2):
-        kit.step(optimizer, toys.loss_of(model, toys.data(0, 0).bfloat16()))
-    with zero_core.gathered(model, master=True):
-        assert float(model.blocks[0].up.weight.abs().max()) == float(torch.tensor(0.11).bfloat16())
-        assert float(model.blocks[0].count) == 2.0
-
-
-@pytest.mark.promise("writes-in-forward")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_writes_into_memory_that_a_store_lent_reach_its_tier(dtype):
     """A slot that another unit takes is not written back: what a forward wrote into it would be gone."""
