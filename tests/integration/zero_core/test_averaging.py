@@ -72,7 +72,6 @@ def test_averages_are_torchs_bit_for_bit_and_leave_the_model_as_it_was(size, kin
     model.eval()
     with torch.no_grad(), again.swapped_in():
         assert torch.equal(model(x), expected)
-    optimizer.close()
 
 
 def test_the_masters_of_bf16_parameters_are_averaged() -> None:

@@ -1,7 +1,4 @@
-"""Stacked experts that do not run in every forward of their block: on one rank, and on ranks that differ.
-
-Fails if groups of experts are gathered on one rank and not on another, where the whole block's experts were not.
-"""
+"""Stacked experts that do not run in every forward of their block: on one rank, and on ranks that differ."""
 
 import copy
 
@@ -58,7 +55,6 @@ def test_two_stacks_in_a_block_of_which_a_rank_runs_one(size):
         with torch.no_grad():
             close(loss_of(model, mine), loss_of(dense, mine), 10)
     mixtures.assert_same_values(model, dense)
-    optimizer.close()
 
 
 def test_blocks_that_are_compiled():
@@ -68,4 +64,3 @@ def test_blocks_that_are_compiled():
     mixtures.loss_of(dense, 0).backward()
     mixtures.loss_of(model, 0).backward()
     toys.same_gradients(model, dense, rtol=1e-4, atol=2e-6)
-    optimizer.close()

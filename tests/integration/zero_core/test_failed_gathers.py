@@ -1,7 +1,4 @@
-"""A gather that fails gives back what it had taken: the store's lease and the pool's memory. The next one works.
-
-Fails if an error between `store.parameters` and the end of the gather leaves a unit slot held, or memory lent.
-"""
+"""A gather that fails gives back what it had taken: the store's lease and the pool's memory. The next one works."""
 
 import itertools
 from collections import Counter

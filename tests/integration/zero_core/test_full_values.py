@@ -31,14 +31,6 @@ def both(model, dense):
     return zip(model.parameters(), dense.parameters(), strict=True)
 
 
-def backward(model, dense, step, loss=toys.loss_of):
-    """On this rank's data; and on that of all ranks in turn, with the mean of their gradients."""
-    rank, size = toys.world()
-    loss(model, toys.data(step, rank)).backward()
-    for each in range(size):
-        (loss(dense, toys.data(step, each)) / size).backward()
-
-
 def clipped_step(dense, theirs, ours):
     """The norm in double, as ours is: torch's clip_grad_norm_ adds fp32 squares."""
     norm = sum(float(p.grad.double().square().sum()) for p in dense.parameters() if p.grad is not None) ** 0.5
@@ -85,8 +77,8 @@ def test_gradients_are_those_of_plain_torch_and_edits_are_clipped_and_stepped(si
     exact = {"rtol": 0.0, "atol": 0.0} if size == 1 and loss is not late else {"rtol": 1e-5, "atol": 1e-7}
     for step in range(2):
         with zero_core.no_sync(model) if step == 0 and loss is not late else nullcontext():
-            backward(model, dense, 2 * step, loss)
-        backward(model, dense, 2 * step + 1, loss)
+            toys.backward_both(model, dense, 2 * step, loss)
+        toys.backward_both(model, dense, 2 * step + 1, loss)
         for a, b in both(model, dense):
             found = full_gradient(a)
             if b.grad is None:
@@ -97,7 +89,6 @@ def test_gradients_are_those_of_plain_torch_and_edits_are_clipped_and_stepped(si
             assert torch.equal(full_gradient(a), b.grad)
         clipped_step(dense, theirs, ours)
         check_states(model, dense, theirs)
-    ours.close()
 
 
 @kit.on_ranks(1, 2)
@@ -129,7 +120,7 @@ def test_sixteen_bit_parameters_have_fp32_gradients_and_masters(stage):
 def test_states_and_masters_that_are_written_are_stepped():
     dense, theirs, model, ours = twins(partial(toys.Stack, 1), max_grad_norm=CLIP)
     for step in range(3):
-        backward(model, dense, step)
+        toys.backward_both(model, dense, step)
         for a, b in both(model, dense):
             set_full_gradient(a, b.grad)
         if step == 1:
@@ -242,7 +233,6 @@ def test_calls_at_the_wrong_time_or_of_the_wrong_tensor(name):
         call(model.head.weight)
     with pytest.raises(ZeroError, match=rf"{name}\(\) of a tensor .* give it one of model.parameters\(\) after"):
         call(nn.Parameter(torch.zeros(2)))
-    ours.close()
 
 
 @pytest.mark.advice("is in .steps of its unit", "give real numbers for the whole parameter, on every")

@@ -119,7 +119,6 @@ def test_secondary_shards_keep_gathers_inside_the_machine(size, beside):
         zero_core.sleep(model, to=MemoryByteStore())
         zero_core.wake(model)
         assert [sent_by(forward), sent_by(forward)] == [once, 0], "sleep() leaves no copies"
-    optimizer.close()
 
 
 @pytest.mark.advice("keeps gathers inside of its shard groups by itself")
@@ -163,12 +162,11 @@ def test_gathers_of_two_models_with_the_same_names_do_not_mix():
     options = {"units": [torch.nn.Linear], "prefetch_bytes": 1 << 30}
     with machines_of(2):
         zero_core.shard(teacher, **options)
-        optimizer = zero_core.shard(student, toys.sgd(student.parameters()), **options)
+        zero_core.shard(student, toys.sgd(student.parameters()), **options)
     x = torch.ones(2, 1600)
     with torch.no_grad():
         for _ in range(4):
             torch.testing.assert_close(student(x), wanted(x))
-    optimizer.close()
 
 
 @kit.on_ranks(4)

@@ -1,7 +1,4 @@
-"""Any nn.Module in any training loop, unchanged: what it returns, shares, freezes, leaves out or uses elsewhere.
-
-Each trains beside a dense twin and fails if a gradient is lost, late, doubled, or reduced across the wrong units.
-"""
+"""Any nn.Module in any training loop, unchanged: what it returns, shares, freezes, leaves out or uses elsewhere."""
 
 from functools import partial
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from zero_core.errors import ZeroError
 
 pytestmark = pytest.mark.promise("second-thread")
@@ -67,10 +68,6 @@ def trained(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
-def same(values: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(values, wanted, strict=True))
-
-
 USES: dict[str, Callable[[Any, Any], Any]] = {
     "forward": lambda model, optimizer: model(X),
     "forward of its part": lambda model, optimizer: model[1](X),
@@ -112,7 +109,7 @@ def test_a_second_thread_is_told_so_while_one_is_in_a_pass(stage, where, use, mo
     (error,) = raised
     told = f"while thread 'MainThread' is in its {where}"
     assert isinstance(error, ZeroError) and "in thread 'second" in str(error) and told in str(error)
-    assert same([*model.state_dict().values()], wanted)
+    kit.assert_bits(list(model.state_dict().values()), wanted)
     optimizer.zero_grad()
     assert not in_thread(lambda: trained(model, optimizer))
 
@@ -128,7 +125,7 @@ def test_threads_that_take_turns_train_as_one():
     assert not in_thread(optimizer.step, "fourth")
     optimizer.zero_grad()
     assert not in_thread(lambda: trained(model, optimizer))
-    assert same([*model.state_dict().values()], wanted)
+    kit.assert_bits(list(model.state_dict().values()), wanted)
 
 
 def test_a_thread_that_ended_inside_of_a_forward_is_in_nobodys_way():
@@ -136,7 +133,7 @@ def test_a_thread_that_ended_inside_of_a_forward_is_in_nobodys_way():
     model[1].meeting = lambda: (_ for _ in ()).throw(SystemExit)  # passes by the hooks of a module
     assert in_thread(lambda: model(X))
     del model[1].meeting
-    assert same(trained(model, optimizer), trained(*built()))
+    kit.assert_bits(trained(model, optimizer), trained(*built()))
 
 
 @pytest.mark.advice("or run it in the training process")
@@ -158,4 +155,4 @@ def test_a_forked_process_is_told_so(use):
     assert os.waitpid(child, 0)[1] == 0
     assert "ZeroError" in told and "was forked from process" in told
     os.close(reading)
-    assert same(trained(model, optimizer), trained(*built()))
+    kit.assert_bits(trained(model, optimizer), trained(*built()))

@@ -1,8 +1,4 @@
-"""Stacked experts in groups from one stage to the next: frozen, moved to other shards, saved and loaded.
-
-Fails if rows of a stacked parameter are lost, swapped or left behind anywhere on these ways, if files show how a model
-was cut, or if a whole stack is read where a group is wanted.
-"""
+"""Stacked experts in groups from one stage to the next: frozen, moved to other shards, saved and loaded."""
 
 import copy
 
@@ -38,7 +34,6 @@ def test_frozen_experts_are_read_only_and_others_train():
     for step in range(3):
         kit.step(optimizer, loss_of(model, mixtures.share(step)[0]))
     mixtures.assert_same_values(model, dense)
-    optimizer.close()
 
 
 def test_experts_that_nobody_trains_have_whole_gradients_as_in_torch():
@@ -51,7 +46,6 @@ def test_experts_that_nobody_trains_have_whole_gradients_as_in_torch():
         zero_core.shard(model, adamw(model.parameters()))
     model.zero_grad()
     assert model.get_parameter(NAME).grad is None
-    handle.close()
 
 
 def test_freezing_in_the_run_stops_the_gradients_of_the_groups():
@@ -62,7 +56,6 @@ def test_freezing_in_the_run_stops_the_gradients_of_the_groups():
             net.get_submodule(STACKS[0]).requires_grad_(not frozen)
             kit.step(each, loss_of(net, 0))
     mixtures.assert_same_values(model, dense)
-    optimizer.close()
 
 
 @pytest.mark.advice(
@@ -84,7 +77,7 @@ def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
     model = mixtures.qwen()
     cut = model.get_parameter(NAME)
     model.alias = cut.detach().clone()
-    optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+    zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
     for register in (cut.register_hook, cut.register_post_accumulate_grad_hook):
         with pytest.raises(zero_core.ZeroError, match=f"a hook on {NAME}.* expert_bytes=None"):
             register(lambda *args: None)
@@ -93,7 +86,6 @@ def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
     assert not zero_core.full_gradient(cut).any()
     with pytest.raises(zero_core.ZeroError, match="copy the model before"):
         copy.deepcopy(model.get_submodule(STACKS[0]))
-    optimizer.close()
 
 
 def test_other_values_for_one_call_are_those_that_are_computed_with():
@@ -105,7 +97,6 @@ def test_other_values_for_one_call_are_those_that_are_computed_with():
         for net in (model, dense)
     )
     close(found.detach(), wanted.detach())
-    handle.close()
 
 
 @pytest.mark.parametrize("before, after", [(GROUP, None), (None, GROUP), (GROUP, 60_000), (60_000, GROUP)])
@@ -120,7 +111,6 @@ def test_a_second_stage_may_cut_otherwise(before, after):
     twin = mixtures.qwen()
     twin.load_state_dict(values)
     close(kit.step(optimizer, loss_of(model, 1)), loss_of(twin, 1).detach())
-    optimizer.close()
 
 
 @kit.on_ranks(1, 2)
@@ -152,7 +142,6 @@ def test_after_a_failed_shard_the_experts_are_what_they_were(at, staged):
     twin = mixtures.qwen()
     twin.load_state_dict(values)
     close(kit.step(optimizer, loss_of(model, 1)), loss_of(twin, 1).detach())
-    optimizer.close()
 
 
 @pytest.mark.promise("checkpoint-experts")
@@ -176,8 +165,6 @@ def test_state_dicts_of_model_and_optimizer_go_to_torch_and_back():
         kit.step(plain, loss_of(twin, 1))
         for name, parameter in twin.named_parameters():
             close(found[name], parameter.detach(), 10)
-    optimizer.close()
-    second.close()
 
 
 @pytest.mark.promise("checkpoint-experts")
@@ -194,7 +181,6 @@ def test_states_that_an_optimizer_brings_are_carried_over():
     kit.step(optimizer, loss_of(model, 1))
     kit.step(plain, loss_of(dense, 1))
     mixtures.assert_same_values(model, dense)
-    optimizer.close()
 
 
 def saveable(expert_bytes, seed=0):
@@ -263,15 +249,14 @@ def test_pretrained_weights_are_read_group_by_group(tmp_path, monkeypatch, defer
         with zero_core.deferred_init():
             model = type(stock)(copy.deepcopy(stock.config))
         zero_core.load_pretrained(model, tmp_path)
-        optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+        zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
     else:
         model = mixtures.qwen(seed=1)
-        optimizer = zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
+        zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
         zero_core.load_pretrained(model, tmp_path)
     assert len(grouped(model)) == 8
     assert max(sizes) == stock.get_parameter(NAME).numel() // 4
     kit.assert_bits(kit.named_values(model), dict(stock.named_parameters()))
-    optimizer.close()
 
 
 @pytest.mark.promise("checkpoint-experts")
@@ -314,4 +299,3 @@ def test_a_checkpoint_of_what_is_trained_leaves_the_experts_out(tmp_path):
         assert torch.equal(found["lm_head.weight"], values["lm_head.weight"])
         assert bool((found[NAME][15] == 0.25).all()) is (last is not None)
         assert torch.equal(found[NAME][:15], values[NAME][:15])
-        optimizer.close()

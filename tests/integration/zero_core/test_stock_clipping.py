@@ -95,14 +95,6 @@ def twins(**options):
     return kit.pair(lambda: toys.Stack(2), toys.adamw, **options)
 
 
-def backward(model, dense, step):
-    """On this rank's data; and on that of all ranks in turn, with the mean of their gradients."""
-    rank, size = toys.world()
-    toys.loss_of(model, toys.data(step, rank)).backward()
-    for other in range(size):
-        (toys.loss_of(dense, toys.data(step, other)) / size).backward()
-
-
 def step_both(*optimizers):
     for optimizer in optimizers:
         optimizer.step()
@@ -114,7 +106,7 @@ def clipped(names, stage, micro_batches=1, **options):
         dense, theirs, model, ours = twins(stage=stage, **options)
         for step in range(2):
             for micro in range(micro_batches):
-                backward(model, dense, 10 * step + micro)
+                toys.backward_both(model, dense, 10 * step + micro)
                 found, expected = CLIPPINGS[name](model), CLIPPINGS[name](dense)
                 if expected is not None:
                     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
@@ -157,7 +149,7 @@ def test_two_sharded_models_and_a_plain_layer_are_clipped_together(foreach):
     pairs, layers = (twins(), twins()), [nn.Linear(3, 3), nn.Linear(3, 3)]
     layers[1].load_state_dict(layers[0].state_dict())
     for step, (dense, _, model, _) in enumerate(pairs):
-        backward(model, dense, step)
+        toys.backward_both(model, dense, step)
     norms = []
     for layer, *beside in zip(layers, *([pair[2], pair[0]] for pair in pairs), strict=True):
         layer(torch.ones(1, 3)).sum().backward()
@@ -177,14 +169,14 @@ def test_a_plain_optimizer_steps_with_the_gradients_of_all_ranks(foreach):
     dense, _, model, _ = twins()
     plain = [torch.optim.Adam(each.parameters(), lr=0.1, foreach=foreach) for each in (model, dense)]
     for step in range(2):
-        backward(model, dense, step)
+        toys.backward_both(model, dense, step)
         step_both(*plain)
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
 def test_stock_clipping_and_max_grad_norm_clip_one_after_the_other():
     dense, theirs, model, ours = twins(max_grad_norm=0.02)
-    backward(model, dense, 0)
+    toys.backward_both(model, dense, 0)
     for each_model in (model, dense):
         UTILS.clip_grad_norm_(each_model.parameters(), 0.05)
     UTILS.clip_grad_norm_(dense.parameters(), 0.02)

@@ -69,7 +69,6 @@ def test_a_parameter_keeps_its_class():
     assert isinstance(model.head.weight, Labelled)
     with zero_core.gathered(model):
         assert type(model.head.weight) is Labelled
-    optimizer.close()
 
 
 class Wrapped(nn.Parameter):

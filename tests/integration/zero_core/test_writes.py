@@ -1,7 +1,4 @@
-"""What is written into parameters, in a forward or between steps, is kept on every rank, or refused by name.
-
-Each test fails if a write is lost, undone by an older view, or becomes a mixture of what several ranks wrote.
-"""
+"""What is written into parameters, in a forward or between steps, is kept on every rank, or refused by name."""
 
 import copy
 import io

@@ -372,6 +372,14 @@ def beside(
     return model, dense
 
 
+def backward_both(model: nn.Module, dense: nn.Module, step: int, loss: Any = loss_of) -> None:
+    """On this rank's data; and on that of all ranks in turn, with the mean of their gradients."""
+    rank, size = world()
+    loss(model, data(step, rank)).backward()
+    for each in range(size):
+        (loss(dense, data(step, each)) / size).backward()
+
+
 def same_gradients(model: nn.Module, dense: nn.Module, **tolerance: float) -> None:
     """A sharded model's full gradients are close to a plain one's, or None where those are. Collective."""
     found = [zero_core.full_gradient(p) for p in model.parameters()]
