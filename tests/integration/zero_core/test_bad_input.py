@@ -65,7 +65,7 @@ def test_a_part_of_a_sharded_model_and_a_sharded_optimizer():
         zero_core.shard(toys.Stack(), optimizer)
     second = toys.Stack()
     for other in (nn.Sequential(model), toys.Stack()):
-        with pytest.raises(ZeroError, match=r"not in the model .*: build it from model.parameters\(\) of"):
+        with pytest.raises(ZeroError, match=r"that the model lacks .*: build it from model.parameters\(\) of"):
             zero_core.shard(other, toys.sgd(second.parameters()))
     zero_core.shard(second, toys.sgd(second.parameters()))
 
