@@ -48,3 +48,13 @@ def test_who_watches_goes_with_the_mesh(monkeypatch):
     del waiting
     watcher.join(30)
     assert not watcher.is_alive()
+
+
+@pytest.mark.promise("waits-alone")
+def test_a_wait_is_told_after_the_limit_alone(waiting, monkeypatch, caplog):
+    with waiting.waiting("all_gather", "blocks.0"):
+        waiting.look()
+        assert not caplog.records
+        monkeypatch.setattr(watchdog, "SECONDS", 0)
+        waiting.look()
+    assert "rank 1 of 2 has waited 0 s for other ranks in all_gather of 'blocks.0'" in caplog.text

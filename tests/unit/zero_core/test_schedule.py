@@ -42,6 +42,13 @@ def test_skipped_visits_are_opened_and_closed_in_the_same_order():
     assert everything[1:4] == ["open 2", "open 1", "close 2 [2]"]
 
 
+@pytest.mark.promise("frozen-unused-tied")
+def test_a_unit_is_reduced_when_the_first_of_its_calls_closes():
+    """As a block that is called twice, or tied. Fails if it is reduced, and updated, before its other gradient."""
+    closed = [each for each in walk(forward("aba")[0], []) if each.startswith("close")]
+    assert closed == ["close 0 []", "close 1 [1]", "close 0 [0]", "close 9 [9]"]
+
+
 @pytest.mark.promise("other-order")
 def test_a_wrong_guess_is_mended():
     last: list[int] = []

@@ -8,6 +8,7 @@ from torch import nn
 
 import zero_core
 import zero_offload
+from tests import models
 from zero_core.optim.device_store import DeviceStore
 from zero_offload.planning.model_sizes import ModelSizes
 
@@ -58,7 +59,7 @@ def test_a_parameter_that_is_not_trained_costs_its_bytes_and_no_more() -> None:
     sharded = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), store=store)
     held = store.describe().held
     assert held["nvme", "parameters"] == planned.bytes_of("nvme", "parameters")
-    assert not any(unit.trained for unit in ModelSizes.of(model).units if unit.own_dtype is not None)
+    assert sum(unit.trained_numel for unit in ModelSizes.of(model).units) == numel
     sharded.close()
 
 
@@ -123,3 +124,14 @@ def test_a_4_bit_base_of_3_billion_parameters_takes_at_most_0_6_bytes_of_each() 
     assert numel - 8192 * 2560 == plain.compute_numel  # what is looked up is not multiplied; what is packed is unpacked
     assert sizes.compute_numel - plain.compute_numel == 32 * 16 * 2560
     assert sizes.saved_bytes_per_token == 24 * 2560 + 8 * 8960  # recognised as a gated block
+
+
+@pytest.mark.promise("experts-recomputed")
+def test_a_token_of_a_mixture_meets_its_experts_alone() -> None:
+    """2 of 4 experts, of width 32 and inner width 40. A block that recomputes ends before them, as it saves nothing."""
+    model = models.build("moe")
+    unmet = sum(p.numel() // 2 for p in model.parameters() if p.dim() == 3)
+    sizes = ModelSizes.of(model, expert_bytes=1)
+    assert sizes.compute_numel == sizes.numel - model.get_input_embeddings().weight.numel() - unmet
+    assert sizes.saved_bytes_per_token == 24 * 32 + 2 * (4 * 32 + 6 * 40)
+    assert [unit.again for unit in sizes.units if unit.depth] == 2 * 4 * [False]
