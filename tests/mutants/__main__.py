@@ -8,6 +8,7 @@
 5. `table`: the table. Each killer must pass without mutants.
 
 What was tried stands in runs/mutants and the table, and is not tried again: a run that was stopped goes on.
+`KEY TEST ...` in place of phases tries one mutant of the table with the tests that you name, and notes what it finds.
 `--share 1/2` takes every second mutant or group, so that two processes share phases 2 and 3.
 """
 
@@ -187,6 +188,16 @@ def try_together(phase: str, group: list[Mutant], marker: str, share: str) -> No
         note(name, mutant, phase, "")
 
 
+def try_one(mutant: Mutant, tests: list[str]) -> None:
+    """Tries the tests in `nox -s tests`' cases first, then in all."""
+    tree, device = tree_of("one"), any(test.startswith("tests/device") or "/zero_sim/" in test for test in tests)
+    with mutated(tree, mutant):
+        phases = (("tests", TESTS), ("all", ALL))
+        tried = ((phase, trial(tree, [*tests, "-m", marker], 600, device).killer) for phase, marker in phases)
+        phase, killer = next((each for each in tried if each[1]), ("all", ""))
+    note("", mutant, phase, killer)
+
+
 def groups(mutants: list[Mutant], size: int) -> Iterator[list[Mutant]]:
     """Groups of different files as far as possible."""
     number = -(-len(mutants) // size)
@@ -200,6 +211,10 @@ def main() -> None:
     parser.add_argument("--share", default="1/1")
     words = parser.parse_args()
     mutants = draw(ROOT)
+    keys = {mutant.key: mutant for mutant in mutants}
+    if words.phases[0] in keys:
+        try_one(keys[words.phases[0]], words.phases[1:])
+        return
     if "calls" in words.phases:
         count_calls()
     if "alone" in words.phases:

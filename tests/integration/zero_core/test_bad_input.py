@@ -73,7 +73,7 @@ def test_a_part_of_a_sharded_model_and_a_sharded_optimizer():
 @pytest.mark.promise("elementwise-refused")
 def test_an_optimizer_that_keeps_the_parameters_themselves():
     model = toys.Stack()
-    with pytest.raises(UnsupportedOptimizerError, match=r"LBFGS looks parameters up in self\._params.*or use another"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"LBFGS keeps parameters in self\._params.*or use another"):
         zero_core.shard(model, torch.optim.LBFGS(model.parameters()))
     toys.loss_of(model, toys.data(0, 0)).backward()  # the refused model is untouched
     assert model.head.weight.grad is not None

@@ -67,8 +67,8 @@ def needs_a_closure(self, closure):
 @pytest.mark.parametrize(
     ("build", "told"),
     [
-        (lambda: keeping("large", lambda given: {given[0]: 1.0}), r"looks parameters up in self\.large"),
-        (lambda: keeping("large", lambda given: {id(given[0])}), r"looks parameters up in self\.large"),
+        (lambda: keeping("large", lambda given: {given[0]: 1.0}), r"keeps parameters in self\.large"),
+        (lambda: keeping("large", lambda given: {id(given[0])}), r"keeps parameters in self\.large"),
         (
             lambda: keeping("buffers", lambda given: [torch.zeros_like(p) for p in given]),
             r"keeps tensors in self\.buff",

@@ -161,9 +161,9 @@ def _refuse_lookups(optimizer: Optimizer) -> None:
     for key, value in own_attributes(optimizer).items():
         if any(leaf in known if type(leaf) is int else id(leaf) in known for leaf in _leaves(value)):
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} looks parameters up in self.{key}, where it will not find the parts of "
-                "parameters that it steps after zero_core.shard: make them a group of their own, with an option in "
-                "param_groups, or use another optimizer"
+                f"{type(optimizer).__name__} keeps parameters in self.{key}, and after zero_core.shard steps parts of "
+                "them, which are not in there: in a class of your own, make them a group with an option that "
+                "step() reads from param_groups, or use another optimizer"
             )
 
 
