@@ -37,7 +37,7 @@ def write(mutants: Sequence[Mutant], found: Mapping[str, tuple[str, str]], tree:
     """Writes the table, and says how many live. Each killer runs once without a mutant."""
     keys = {mutant.key for mutant in mutants}
     tests = {killer for key, (_, killer) in found.items() if key in keys and killer.startswith("tests/")}
-    wrong = {test for test in tests if not test.endswith(")")} - collected(tree, tests)
+    wrong = {test for test in tests if "::" in test and not test.endswith(")")} - collected(tree, tests)
     for device in (False, True):
         mine = [t for t in sorted(tests - wrong) if device == (t.startswith("tests/device") or "/zero_sim/" in t)]
         mine = [test for test in mine if not test.endswith(")")]
