@@ -260,5 +260,5 @@ def test_a_unit_that_is_opened_late_is_in_the_plan():
 @pytest.mark.parametrize("place", ["host", "nvme"])
 def test_forwards_inside_a_backward_train_as_plain_torch(place):
     with small_chunks():
-        for name in ("adjoint", "deep", "deep reentrant", "equilibrium", "hook inside a block", "energy"):
+        for name in ("adjoint", "reversible", "equilibrium", "hook inside a block", "energy"):
             toys.train(MODELS[name], steps=2, build=toys.adamw, store=store(place), tolerance=1e-4)
