@@ -84,11 +84,11 @@ def _text(plan: Plan, tier: Tier, said: Mapping[str, int], error: BaseException)
 
 
 def _given(plan: Plan, where: str, tiers: tuple[Tier, ...]) -> str:
-    """ "the plan gave it 12.1 GiB of 79.0 GiB (activations 10.3 GiB, buffers 1.8 GiB)"."""
+    """ "the plan counted 12.1 GiB of 79.0 GiB (activations 10.3 GiB, buffers 1.8 GiB)"."""
     parts = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in (*KINDS, "activations")}
     budget = plan.budgets.of(where) if plan.budgets else None
     return (
-        f"the plan gave it {gib(sum(parts.values()))}"
+        f"the plan counted {gib(sum(parts.values()))}"
         + (f" of {gib(budget)}" if budget else "")
         + (f" ({contents(parts)})" if any(parts.values()) else "")
     )
@@ -102,14 +102,14 @@ def _ways(plan: Plan, tiers: tuple[Tier, ...], said: Mapping[str, int]) -> list[
     for kind in STATE_KINDS:
         kinds, arguments = moved(kind, next_tier, held, discrete=tiers == (Tier.DEVICE,))
         gain = sum(held[each] for each in kinds)
-        gains.append((gain if held[kind] else 0, f"{arguments} ({gib(gain)})"))
+        gains.append((gain if held[kind] else 0, f"{arguments} (saves {gib(gain)})"))
     activations = sum(plan.bytes_of(tier, "activations") for tier in tiers)
-    gains.append((activations // 2, f"half the tokens a micro-batch ({gib(activations // 2)})"))
+    gains.append((activations // 2, f"half the tokens a micro-batch (saves {gib(activations // 2)})"))
     policy = _next_policy(plan, tiers)
     if policy:  # worth more than half where blocks are kept
         gains.append((activations // 2 + 1, f'activations="{policy}"'))
     gains.append((_prefetched_bytes(plan, tiers), "prefetch_bytes=0"))
-    gains.append((plan.shape.resident_bytes, f"resident_bytes=0 ({gib(plan.shape.resident_bytes)})"))
+    gains.append((plan.shape.resident_bytes, f"resident_bytes=0 (saves {gib(plan.shape.resident_bytes)})"))
     ways = list(dict.fromkeys(text for gain, text in sorted(gains, key=lambda each: -each[0]) if gain > 0))
     if said.get("fragments", 0) > said.get("asked", 0) > 0:
         ways.insert(0, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, as the fragments would hold it")
