@@ -63,8 +63,8 @@ def test_states_that_lie_on_the_device_are_named_with_what_they_are_worth():
     ways = str(raised(planned, full())).split("lower it with ")[1].split(", or ")
     states, all_of_them = 'optimizer="host" and gradients="host"', 'parameters="host" and optimizer="host" and gra'
     held = [planned.bytes_of("device", kind) / 2**30 for kind in ("optimizer", "gradients", "parameters")]
-    assert ways[0].startswith(all_of_them) and ways[0].endswith(f"({sum(held):.1f} GiB)")
-    assert ways[1] == f"{states} ({sum(held[:2]):.1f} GiB)"  # a gradient is where its states are
+    assert ways[0].startswith(all_of_them) and ways[0].endswith(f"(saves {sum(held):.1f} GiB)")
+    assert ways[1] == f"{states} (saves {sum(held[:2]):.1f} GiB)"  # a gradient is where its states are
     assert not any("gradients" in way for way in ways[2:])
 
 
