@@ -30,7 +30,7 @@ STAGES = (  # the limits add up to four calls of ten minutes
     Stage("large", "tables", 300, 300, "a step of 6.5 B, or of --model 8b, by where its states lie"),
     Stage("timeline", "timeline", 100, 300, "kernels and copies of two steps"),
 )
-FIRST = {"facts": 110, "placements": 140, "peers": 160, "large": 140}  # with `--first`: one call of less than 570 s
+FIRST = {"facts": 100, "placements": 130, "peers": 150, "large": 175}  # with `--first`: one call of less than 570 s
 GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 
