@@ -125,7 +125,8 @@ def test_a_step_that_recomputes_reads_what_is_planned():
             before = store.stats()["nvme_read_bytes"]
         kit.step(optimizer, loss_of(model, mixtures.share(step)[0]))
     read = (store.stats()["nvme_read_bytes"] - before) / 6
-    assert 0.85 * planned.read_bytes_per_step <= read <= planned.read_bytes_per_step
+    # A part of the second step's update may be read after `before`.
+    assert 0.85 * planned.read_bytes_per_step <= read <= 1.02 * planned.read_bytes_per_step
     optimizer.close()
 
 
