@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from tests.benchmarks.gpu.stage import GIB, Missing, Piece
@@ -150,16 +150,23 @@ def link(piece: Piece) -> dict[str, float]:
     return found
 
 
+@cache
+def update_cores(device: str) -> tuple[int, ...] | None:
+    """The host's update's cores beside a GPU. Binds this process to the others, so it is asked once."""
+    from tests.benchmarks.step_worker import beside_gpu
+
+    return beside_gpu({"device": device})
+
+
 def probe(piece: Piece) -> dict[str, Any]:
     """zero_offload.probe, with the host's update on the cores that it has beside a GPU. It binds this process."""
     import torch
 
     import zero_offload
     import zero_optim_cpu
-    from tests.benchmarks.step_worker import beside_gpu
 
     where, dtype = piece.options["device"], getattr(torch, piece.options["dtype"])
-    step = zero_optim_cpu.CpuStep("split", cores=beside_gpu({"device": where}))
+    step = zero_optim_cpu.CpuStep("split", cores=update_cores(where))
     width, tokens = (64, 64) if piece.dry else (2560, 2048)
     found = zero_offload.probe(device=where, step=step, parameter_dtype=dtype, hidden_size=width, tokens=tokens)
     return dict(found.to_dict())
@@ -175,12 +182,11 @@ def loaded(piece: Piece) -> dict[str, float]:
     import torch
 
     import zero_optim_cpu
-    from tests.benchmarks.step_worker import beside_gpu
     from zero_offload.planning import probing
     from zero_offload.streams import Streams
 
-    where, dtype = torch.device(piece.options["device"]), getattr(torch, piece.options["dtype"])
-    step = zero_optim_cpu.CpuStep("split", cores=beside_gpu({"device": where.type}))
+    where, dtype = probing.indexed(torch.device(piece.options["device"])), getattr(torch, piece.options["dtype"])
+    step = zero_optim_cpu.CpuStep("split", cores=update_cores(where.type))
     tiles = 2 if piece.dry else probing.SERVER_TILES
     update, nbytes = probing.updates(step, dtype, tiles)
     moved = (16 if piece.dry else 512) << 20
