@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import zero_core
 from tests.unit.zero_offload.sizes import transformer
 from zero_offload.errors import PlacementError
+from zero_offload.layout.tile import device_share
 from zero_offload.planning.auto_placement import choose
 from zero_offload.planning.budgets import Budgets
 from zero_offload.planning.hardware import GIB, Hardware
@@ -44,6 +46,23 @@ def test_what_does_not_fit_on_the_device_leaves_it_from_the_end_states_and_gradi
     with pytest.raises(PlacementError, match=r"give parameters at least .* of"):
         plan(LLAMA, small, optimizer="device", parameters="host")
     plan([1 << 20], small, **dict.fromkeys(STATES, "device"))  # as both say
+
+
+def test_whole_units_leave_the_device_where_the_update_and_not_the_link_is_slow():
+    rates = {"tflops": 100, "update_gbps": 20, "device_gbps": 2000, "link_gbps": 50}
+    card = Hardware(device="cuda", device_gib=3.5, host_gib=512, **rates)
+
+    def share_and_seconds(hardware, accumulate, **where):
+        found = plan(LLAMA, hardware, activations="recompute", tokens=2048, accumulate=accumulate, **where)
+        return [device_share(found.placements[kind]) for kind in STATES], found.step_seconds
+
+    (parameters, gradients, optimizer), seconds = share_and_seconds(card, 1)
+    assert 0 < parameters == gradients == optimizer < 1
+    as_before = {"device": 1.0}, *[{"device": 0.25, "host": 0.75}] * 2
+    assert seconds < share_and_seconds(card, 1, **dict(zip(STATES, as_before, strict=True)))[1]
+    slow_link = replace(card, link_gbps=0.5, update_gbps=200)  # each micro-batch copies the parameters twice
+    (parameters, gradients, optimizer), _ = share_and_seconds(slow_link, 8)
+    assert 0 < gradients == optimizer < parameters == 1
 
 
 @pytest.mark.parametrize("host_gib", [1.0, 1.2, 1.5, 1.8])

@@ -7,6 +7,9 @@ budgets.py).
 A byte of parameters is read twice for every micro-batch, a byte of gradients written and read once, a byte of optimizer
 state read and written once a *step*. So everything starts on the fastest tier. Where that is too small, the tiles of
 the optimizer go down first, then gradients, then parameters. Within a kind the last tiles go first.
+
+Beside a discrete device the CPU's update may take longer than the parameters' copies, which hide behind compute. Then
+whole units leave the device instead, and more states stay there: `plan` takes what it predicts to be faster.
 """
 
 from __future__ import annotations
@@ -40,11 +43,13 @@ def best(
     batch: Batch,
     activations: str | Sequence[str],
     slots: int | None,
+    *,
+    whole: bool = False,
 ) -> tuple[StorePlan, dict[str, Placement], tuple[str, ...], Held]:
     """The store's plan, its placements, the policy of each unit, and the rank's bytes with them.
 
     The fastest placement within the budgets, and slots for a quarter of the stored tiles, or fewer where the budget
-    of the host is smaller.
+    of the host is smaller. whole: units leave a discrete device as a whole, see [Note: Priorities for a fast tier].
     """
     shards = shards_of(sizes, shape)
     everything = shards.place({kind: given.get(kind, TIERS[-1]) for kind in STATE_KINDS}, None)
@@ -53,7 +58,7 @@ def best(
     least = slots if slots is not None or budgets is None else MINIMUM_SLOTS
     tile = shape.tile_numel / max(1, shards.numel)
     ends = {kind: shards.ends(trained=kind != "parameters") if shape.discrete else () for kind in STATE_KINDS}
-    placements = choose(given, budgets, tile, ends, lambda tried: held(shards.place(tried, least)))
+    placements = choose(given, budgets, tile, ends, lambda tried: held(shards.place(tried, least)), whole)
     plan = shards.place(placements, least)
     if slots is None and budgets is not None:
         slot_bytes = plan.state_slot_bytes + plan.gradient_slot_bytes
@@ -80,11 +85,13 @@ def choose(
     tile: float,
     units: Mapping[str, Sequence[float]],
     cost: Callable[[Mapping[str, Placement]], Held],
+    whole: bool = False,
 ) -> dict[str, Placement]:
     """Placements of all kinds: those `given`, the others as fast as the budgets allow.
 
     `tile`: one tile's share of all elements. `units`: by kind, where each unit ends, as a fraction of the kind's
     elements; empty unless a discrete device takes whole units only. `cost(placements)`: bytes held by tier and kind.
+    `whole`: as in `best`.
     If no placement fits, returns the slowest one, for the caller to refuse.
     """
     if budgets is None:
@@ -92,7 +99,7 @@ def choose(
     # Tiles up to ends[tier], a fraction of all elements, are on that tier or a faster one; the slowest has the others.
     fastest = {tier: 0.0 if tier == Tier.DEVICE and budgets.shared else 1.0 for tier in TIERS[:-1]}
     ends = {kind: dict(fastest) for kind in DEMOTED if kind not in given}
-    tied = [kind for kind in DEMOTED[:2] if kind in ends]  # a tile's gradient is on the tier of its states
+    tied = [kind for kind in DEMOTED[: 2 + whole] if kind in ends]  # a tile's gradient is on the tier of its states
     for kind in DEMOTED[:2]:
         if kind in given and tied and not budgets.shared:
             ends[tied[0]][Tier.DEVICE] = device_share(given[kind])

@@ -6,6 +6,7 @@ budgets.py). Pure: allocates nothing, touches no device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -319,9 +320,8 @@ def plan(
         raise ValueError(f"rank={rank} of shard_count={shape.shard_count}: it is from 0 to {shape.shard_count - 1}")
     shape = replace(shape, rank=rank, longest=max(loads) * shape.shard_count / max(1, sum(loads)))
 
-    def planned(batch: Batch) -> Plan:
-        """The plan of a batch whose `rows` and `tokens_at_once` are chosen."""
-        store, placements, policies, held = best(sizes, shape, budgets, given, batch, activations, slots)
+    def placed(batch: Batch, whole: bool) -> Plan:
+        store, placements, policies, held = best(sizes, shape, budgets, given, batch, activations, slots, whole=whole)
         recomputes = any(policy != "keep" for policy in policies)
         counted = account(store, shape, {i for i, unit in enumerate(sizes.units) if unit.again and recomputes})
         held_back, prediction = held_back_bytes(store, shape), None
@@ -330,6 +330,11 @@ def plan(
             if batch.tokens:
                 prediction = predict(sizes, shape, store, counted, held, hardware, batch=batch, activations=policies)
         return Plan(placements, policies, shape, store, counted, held, held_back, budgets, hardware, prediction, batch)
+
+    def planned(batch: Batch) -> Plan:
+        """The plan of a batch whose `rows` and `tokens_at_once` are chosen."""
+        orders = (False, True) if discrete and not given and all(unit.trained for unit in sizes.units) else (False,)
+        return min((placed(batch, whole) for whole in orders), key=lambda plan: plan.step_seconds or math.inf)
 
     if hardware is None:
         return planned(batch)
