@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("transformers")
 pytest.importorskip("hydra")
@@ -18,9 +19,9 @@ pytest.importorskip("omegaconf")
 pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
-from tests.integration.zero_train.helpers import COMMON, stopped_after, trained
+from tests.integration.zero_train.helpers import COMMON, after_step, stopped_after, trained
 from zero_train.cli import app
-from zero_train.errors import RunError
+from zero_train.errors import ConfigError, RunError
 from zero_train.run import loop, planning
 from zero_train.run.ranks import Ranks, device_type
 from zero_train.settings import compose
@@ -109,6 +110,48 @@ def test_a_run_that_ctrl_c_ends_is_resumed_with_the_same_bits(run, on, tmp_path,
 def trained_by_ranks(folder, *overrides):
     found = trained(Path(folder), *overrides)
     return found.losses, found.digest
+
+
+def small(gib):
+    return ("offload=auto", f"hardware.device_gib={gib}", "+hardware.device_reserved_gib=0")
+
+
+@pytest.mark.promise("planned-again")
+def test_a_run_of_auto_that_goes_on_beside_another_card_keeps_its_placements(run, on, device, needs_device, tmp_path):
+    """Fails if a tile is updated on the GPU before and on the CPU after, or the other way round: its bits differ."""
+    needs_device("a tier of its own")
+    whole, _ = run(*small(0.012))
+    saved = ("run.checkpoint_every=2", f"run.dir={tmp_path / 'run'}")
+    with stopped_after(2):
+        first = trained(tmp_path / "run", *on, *small(0.012), *saved)
+    with pytest.raises(ConfigError, match=r"device tier needs .* run\.resume=auto continues\. To plan it anew .*"):
+        trained(tmp_path / "run", *on, *small(0.006), *saved, "run.resume=auto")
+    rest = trained(tmp_path / "run", *on, *small(1), *saved, "run.resume=auto")
+    assert (first.losses + rest.losses, rest.digest) == (whole.losses, whole.digest)
+    (planned,) = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["offload"]["planned"]
+    assert 0 < planned["optimizer"]["device"] < 1
+
+
+@pytest.mark.promise("durable-planned")
+def test_a_durable_run_of_auto_goes_on_after_another_process_has_taken_the_devices_memory(
+    run, on, device, needs_device, tmp_path
+):
+    needs_device("a device that is full apart from the host")
+    module, durable = torch.get_device_module(device), (*on, *small(1), "run.durable=process")
+    whole, _ = run(*small(1), "run.durable=process")
+
+    def taken():
+        module.empty_cache()
+        module.set_per_process_memory_fraction(0.0, device)
+
+    try:
+        with after_step(2, taken), pytest.raises(RunError, match="out of memory on the device tier: "):
+            trained(tmp_path / "run", *durable)
+    finally:
+        module.set_per_process_memory_fraction(1.0, device)
+    rest = trained(tmp_path / "run", *durable, "run.resume=auto")
+    assert (whole.losses[-len(rest.losses) :], rest.digest) == (rest.losses, whole.digest)
+    assert len(rest.losses) == 2
 
 
 @pytest.mark.promise("device-train")

@@ -60,6 +60,8 @@ def test_whole_units_leave_the_device_where_the_update_and_not_the_link_is_slow(
     assert 0 < parameters == gradients == optimizer < 1
     as_before = {"device": 1.0}, *[{"device": 0.25, "host": 0.75}] * 2
     assert seconds < share_and_seconds(card, 1, **dict(zip(STATES, as_before, strict=True)))[1]
+    (parameters, *states), _ = share_and_seconds(card, 1, durable=True)  # each step writes them to disk
+    assert (parameters, states) == (1, [0, 0])
     slow_link = replace(card, link_gbps=0.5, update_gbps=200)  # each micro-batch copies the parameters twice
     (parameters, gradients, optimizer), _ = share_and_seconds(slow_link, 8)
     assert 0 < gradients == optimizer < parameters == 1

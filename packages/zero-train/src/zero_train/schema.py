@@ -232,6 +232,9 @@ class OffloadConfig:
     """device, host, nvme or one of offload.tiers, or fractions."""
     optimizer: Any = "host"
     """device, host, nvme or one of offload.tiers, or fractions. Master weights are optimizer states."""
+    planned: Any = None
+    """Written by offload=auto beside a GPU: each rank's placements. run.resume=auto keeps them on as many ranks, since
+    a GPU's updates have other bits than a CPU's."""
     nvme_paths: Any = field(default_factory=list)
     """Folders that hold the slab, one file in each. `{local_rank}` is filled in. Empty: the run folder."""
     tiers: dict[str, Any] = field(default_factory=dict)

@@ -58,7 +58,11 @@ def best(
     least = slots if slots is not None or budgets is None else MINIMUM_SLOTS
     tile = shape.tile_numel / max(1, shards.numel)
     ends = {kind: shards.ends(trained=kind != "parameters") if shape.discrete else () for kind in STATE_KINDS}
-    placements = choose(given, budgets, tile, ends, lambda tried: held(shards.place(tried, least)), whole)
+
+    def cost(tried: Mapping[str, Placement]) -> Held:
+        return held(shards.place(tried, least))
+
+    placements = choose(given, budgets, tile, ends, cost, whole, shape.durable)
     plan = shards.place(placements, least)
     if slots is None and budgets is not None:
         slot_bytes = plan.state_slot_bytes + plan.gradient_slot_bytes
@@ -86,12 +90,13 @@ def choose(
     units: Mapping[str, Sequence[float]],
     cost: Callable[[Mapping[str, Placement]], Held],
     whole: bool = False,
+    durable: bool = False,
 ) -> dict[str, Placement]:
     """Placements of all kinds: those `given`, the others as fast as the budgets allow.
 
     `tile`: one tile's share of all elements. `units`: by kind, where each unit ends, as a fraction of the kind's
     elements; empty unless a discrete device takes whole units only. `cost(placements)`: bytes held by tier and kind.
-    `whole`: as in `best`.
+    `whole`: as in `best`. `durable`: no states on a discrete device, as a durable store writes them each step.
     If no placement fits, returns the slowest one, for the caller to refuse.
     """
     if budgets is None:
@@ -99,6 +104,8 @@ def choose(
     # Tiles up to ends[tier], a fraction of all elements, are on that tier or a faster one; the slowest has the others.
     fastest = {tier: 0.0 if tier == Tier.DEVICE and budgets.shared else 1.0 for tier in TIERS[:-1]}
     ends = {kind: dict(fastest) for kind in DEMOTED if kind not in given}
+    if durable:
+        ends |= {kind: ends[kind] | {Tier.DEVICE: 0.0} for kind in DEMOTED[:2] if kind in ends}
     tied = [kind for kind in DEMOTED[: 2 + whole] if kind in ends]  # a tile's gradient is on the tier of its states
     for kind in DEMOTED[:2]:
         if kind in given and tied and not budgets.shared:

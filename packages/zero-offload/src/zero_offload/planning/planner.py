@@ -333,7 +333,8 @@ def plan(
 
     def planned(batch: Batch) -> Plan:
         """The plan of a batch whose `rows` and `tokens_at_once` are chosen."""
-        orders = (False, True) if discrete and not given and all(unit.trained for unit in sizes.units) else (False,)
+        both = discrete and not given and not durable and all(unit.trained for unit in sizes.units)
+        orders = (False, True) if both else (False,)
         return min((placed(batch, whole) for whole in orders), key=lambda plan: plan.step_seconds or math.inf)
 
     if hardware is None:

@@ -96,6 +96,9 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
     facts, offload = hardware(config, ranks), config.offload
     everywhere = {"none": "device", "auto": "auto"}.get(offload.kind)
     placements: dict[str, Any] = {kind: everywhere or getattr(offload, kind) for kind in placement.STATE_KINDS}
+    again = offload.planned is not None and not facts.shares_host
+    if again:
+        placements = offload.planned[ranks.rank]
     try:
         return zero_offload.plan(
             model,
@@ -120,7 +123,11 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             **shared_options(config),
         )
     except (ValueError, MemoryError, RuntimeError) as error:
-        raise ConfigError(refusal(error, config)) from error
+        kept = (
+            ". The placements are those of the run that run.resume=auto continues. To plan it anew after its last "
+            f"checkpoint, with other bits, set run.resume={config.run.dir}"
+        )
+        raise ConfigError(refusal(error, config) + (kept if again else "")) from error
 
 
 def shared_options(config: Config) -> dict[str, Any]:

@@ -120,10 +120,7 @@ def keep_batch(found: Checkpoint | None, config: Config, ranks: int) -> str:
     Raises:
         ConfigError: that many sequences are no whole number of micro-batches on each of `ranks` ranks.
     """
-    run, wanted = config.run, config.run.global_batch
-    if wanted is None and run.resume == "auto":
-        before = _saved(found) if found else _read(Path(run.dir) / CONFIG)
-        wanted = OmegaConf.select(before, "run.global_batch") if before is not None else None
+    run, wanted = config.run, config.run.global_batch or _continued(found, config, "run.global_batch")
     at_once, given = run.micro_batch * ranks, run.accumulate
     if wanted is None:
         wanted = at_once * given
@@ -142,6 +139,21 @@ def keep_batch(found: Checkpoint | None, config: Config, ranks: int) -> str:
     if run.accumulate == given:
         return ""
     return f"run.accumulate={run.accumulate} in place of {given}: a step has run.global_batch={wanted} on {ranks} ranks"
+
+
+def keep_placements(found: Checkpoint | None, config: Config, ranks: int) -> None:
+    """Sets offload.planned to what offload=auto planned for the run that run.resume=auto continues on as many ranks."""
+    planned = _continued(found, config, "offload.planned")
+    if config.offload.kind == "auto" and planned is not None and len(planned) == ranks:
+        config.offload.planned = OmegaConf.to_container(planned)
+
+
+def _continued(found: Checkpoint | None, config: Config, key: str) -> Any:
+    """Returns the key's value in the run that run.resume=auto continues; None: there is none."""
+    if config.run.resume != "auto":
+        return None
+    before = _saved(found) if found else _read(Path(config.run.dir) / CONFIG)
+    return None if before is None else OmegaConf.select(before, key)
 
 
 def _free(folder: Path, way: str = "") -> None:

@@ -136,6 +136,8 @@ class Run:
                 same_folder(ranks, folder)
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
             durable.on_their_disks(config, ranks)
+            if config.offload.kind == "auto" and plan.shape.discrete and config.run.durable is None:
+                config.offload.planned = ranks.gather(dict(plan.placements))
             return self.train_in(stack, corpus, draft, plan, checkpoint)
 
     def train_in(
@@ -211,7 +213,9 @@ class Run:
         found = resume.found(config)
         self.done = found.step if found else 0
         facts = planning.hardware(config, ranks) if config.run.dry else None
-        self.batch_told = resume.keep_batch(found, config, planning.described_ranks(facts, config, ranks))
+        count = planning.described_ranks(facts, config, ranks)
+        self.batch_told = resume.keep_batch(found, config, count)
+        resume.keep_placements(found, config, count)
         read, model = self.read()
         self.settle(read)
         resume.not_past(found, config)
