@@ -11,6 +11,7 @@ ALLOWED = {
     "zero_offload/planning/hardware": SETTINGS,
     "zero_offload/planning/probing": SETTINGS,
     "zero_offload/planning/planner": PUBLIC,
+    "zero_offload/store/arguments": PUBLIC,
     "zero_offload/store/tiered_store": PUBLIC,
     "zero_offload/memory/transfers": PUBLIC,
     "zero_offload/activations/__init__": PUBLIC,

@@ -32,6 +32,12 @@ class Tier(str):
         """Whether it is a ByteStore, with reads and writes; else it lends memory."""
         return self not in (Tier.DEVICE, Tier.HOST)
 
+    @property
+    def argument(self) -> str:
+        """The argument of TieredStore that gives a stored tier, for an error."""
+        given = "nvme=" if self == Tier.NVME else f'tiers={{"{self}": ...}}'
+        return f"{given}, a ByteStore such as zero_nvme.Slab([path])"
+
 
 Tier.DEVICE, Tier.HOST, Tier.NVME = Tier("device"), Tier("host"), Tier("nvme")
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import START_AGAIN, SwapError
+from ..errors import START_AGAIN, PlacementError, SwapError
 from ..protocols import ByteStore, Extent, Started, Ticket
+from ..tier import Tier
 from ..timeline import Timeline
 
 END = sys.maxsize
@@ -250,9 +251,13 @@ class Transfers:
 
 
 class Stores(dict[str, Transfers]):
-    """All stored tiers by name, with one record of the requests in flight."""
+    """All stored tiers by name, with one record of the requests in flight. Raises PlacementError for a taken name."""
 
-    def __init__(self, stores: Mapping[str, ByteStore], in_flight: InFlight) -> None:
+    def __init__(self, tiers: Mapping[str, ByteStore], nvme: ByteStore | None, in_flight: InFlight) -> None:
+        for name in tiers:
+            if not Tier(name).stored or (name == Tier.NVME and nvme is not None):
+                raise PlacementError(f"tiers={{{name!r}: ...}}: this name is taken; give the ByteStore another one")
+        stores = dict(tiers) if nvme is None else {**tiers, str(Tier.NVME): nvme}
         super().__init__({tier: Transfers(store, in_flight, tier) for tier, store in stores.items()})
         self.in_flight = in_flight
 

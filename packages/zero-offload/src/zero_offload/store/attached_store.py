@@ -8,22 +8,25 @@ owns the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core import DeviceStore, SavedBytes, StoreContext
 from ..durable.generations import Generations
-from ..errors import START_AGAIN, BudgetError, SwapError
-from ..layout.footprint import StorePlan
+from ..errors import START_AGAIN, AsleepError, BudgetError, PlacementError, SwapError
+from ..layout.footprint import STATE_KINDS, StorePlan
 from ..memory.arena import Arena, HostBudget
 from ..memory.transfers import Stores
 from ..monitor import Ending, Monitor
 from ..protocols import ByteStore, UpdateStep
 from ..streams import Streams, arena_of
+from ..tier import Tier
+from ..tiles.gradients import GradientStore
 from ..tiles.states import StateStore
 from ..tiles.store_context import Shared, save
 from ..tiles.value_access import PinnedValues, Values
@@ -38,18 +41,31 @@ _STILL_ASLEEP = (
 
 
 class Memory:
-    """The memory of one attached store. Callers ensure that no transfer is in flight and no parameter is lent."""
+    """The memory of one attached store. Callers ensure that no update is under way."""
 
-    def __init__(self, shared: Shared, path: HostPath, states: StateStore) -> None:
-        self._shared, self._path, self._states = shared, path, states
+    def __init__(self, shared: Shared, path: HostPath, states: StateStore, values: Values) -> None:
+        self._shared, self._path, self._states, self._first = shared, path, states, values.first
         self.aside = SavedBytes()  # the bytes of a sleeping store
         self._given_up: set[int] = set()  # units whose shards another store has taken
 
-    def put_into(self, keeper: ByteStore) -> None:
-        """Moves the bytes in memory into `keeper`, and frees the memory.
+    def put_into(self, to: ByteStore | None) -> None:
+        """Moves the bytes in memory into `to`, by default the slowest stored tier, and frees the memory.
 
-        Raises SwapError if a write fails or there is no room. Then the memory is unchanged.
+        Raises PlacementError if there is no such tier, AsleepError while a parameter is lent, and SwapError if a write
+        fails or there is no room. Then the memory is unchanged.
         """
+        plan, stores = self._shared.plan, self._shared.stores
+        slowest = next((stores[tier].store for tier in reversed(plan.tiers) if tier in stores), None)
+        keeper = slowest if to is None else to
+        if keeper is None:
+            raise PlacementError(
+                "sleep() has nowhere to put its bytes: this store has no nvme= and no tiers=; give sleep(to=) a "
+                "ByteStore, such as zero_nvme.Slab([path])"
+            )
+        if used := self._path.in_use():
+            names = ", ".join(plan.units[i].spec.name for i in sorted(used))
+            raise AsleepError(f"cannot sleep while {names} is in use: zero_core.sleep(model) gives units back first")
+        self._path.drain()
         values = self._values()
         try:
             self._save()
@@ -99,8 +115,14 @@ class Memory:
         save([each for slots in self._shared.pools for each in slots.unsaved()])
 
     def take_up(self, i: int) -> None:
-        """Undoes `give_up`: unit i's blocks are kept again."""
+        """Undoes `give_up`: unit i has memory again, and zeros in it."""
+        if (whole := self._path.whole(i)) is not None:
+            whole.take_up(i)
+            return
+        spec = self._shared.plan.units[i].spec
         self._given_up.discard(i)
+        with torch.no_grad(), self._shared.monitor.guard():
+            self._first(i, torch.zeros(spec.numel, dtype=spec.master_dtype))
 
     def _values(self) -> list[Tensor]:
         """Returns the tensors that are in no ByteStore. Their order does not change during sleep. Slots hold copies."""
@@ -139,7 +161,8 @@ class Attached:
         make_streams: Callable[[Tensor], Streams] | None,
         generations: Generations | None = None,
     ) -> None:
-        self.plan, self._context, self._step, self.generations = plan, context, step, generations
+        self.plan, self._context, self._step, self._stores = plan, context, step, stores
+        self.generations = generations
         self.monitor = monitor = Monitor(stores.in_flight.timeline, context.observer)
         with ExitStack() as undone:
             undone.callback(stores.free)
@@ -151,7 +174,7 @@ class Attached:
             states, self.order, self._pools = StateStore(shared), shared.order, shared.pools
             self.values = Values(plan.units, path.host, states, step)
             self.pipeline = Pipeline(shared, path.host, path.gradients, states, path.poll)
-            self.memory = Memory(shared, path, states)
+            self.memory = Memory(shared, path, states, self.values)
             undone.pop_all()
         # Also when the store is garbage-collected, and before the interpreter exits: memory must outlive its transfers.
         end = partial(_shut_down, self.pipeline, stores, path, arena, self.memory.aside, generations)
@@ -187,12 +210,68 @@ class Attached:
                 taken.sort(key=at_hand.__contains__, reverse=True)
                 for i in taken:
                     with suppress(Exception), torch.no_grad():  # the error names the lost units
-                        self._context.rescue(i, self.states_of(i).read_state(i, "master", 0, units[i].spec.numel))
+                        states = self.path.whole(i) or self.values
+                        self._context.rescue(i, states.read_state(i, "master", 0, units[i].spec.numel))
             raise
 
-    def states_of(self, i: int) -> DeviceStore | Values:
-        """The store of unit i's states."""
-        return self.path.whole(i) or self.values
+    # -- waits ----------------------------------------------------------------------------------------------------
+
+    def updated(self, i: int) -> Attached:
+        """Returns itself, when unit i has no update left."""
+        self.monitor.wait_for_unit(i, self.plan.units[i].spec.name)
+        return self
+
+    def settled(self) -> Attached:
+        """Returns itself, when every accepted gradient is at its place."""
+        self.path.landed()
+        return self
+
+    @contextmanager
+    def gradient_of(self, i: int, start: int, stop: int) -> Iterator[DeviceStore | GradientStore]:
+        """The store of unit i's gradient, settled. Raises for a range outside the shard."""
+        self._check_range(i, start, stop)
+        self.updated(i).settled()
+        with torch.no_grad(), self.monitor.guard():
+            yield self.path.whole(i) or self.path.gradients
+
+    @contextmanager
+    def states(
+        self, i: int, name: str = "master", start: int = 0, stop: int = 0, *, change: bool = False
+    ) -> Iterator[DeviceStore | Values]:
+        """The store of unit i's states, while no update is under way. Raises for an unknown name, and as gradient_of.
+
+        change: they will be written, after the copies of the unit's parameters that are under way.
+        """
+        self._check_range(i, start, stop)
+        if name not in (names := ("master", *self._step.state_names())):
+            raise KeyError(f"no state is called {name!r}; states are {', '.join(names)}")
+        with torch.no_grad(), self.monitor.guard():
+            self.pipeline.wait()
+            if change:
+                self.path.follow_copies(i)
+            yield self.path.whole(i) or self.values
+
+    def _check_range(self, i: int, start: int, stop: int) -> None:
+        numel = self.plan.units[i].spec.numel
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"elements [{start}, {stop}) are not all in shard {i}, which has {numel}")
+
+    def stats(self, *, asleep: bool) -> dict[str, Any]:
+        """As TieredStore.stats."""
+        plan, stores, moved = self.plan, self._stores, {"nvme_read_bytes": 0, "nvme_write_bytes": 0}
+        for tier, transfers in stores.items():
+            moved[f"{tier}_read_bytes"], moved[f"{tier}_write_bytes"] = transfers.read_bytes, transfers.write_bytes
+        device = sum(plan.bytes_of(Tier.DEVICE, kind) for kind in STATE_KINDS)
+        return {
+            **moved,
+            "setup_write_bytes": sum(transfers.setup_write_bytes for transfers in stores.values()),
+            "exposed_seconds": self.monitor.exposed_ns / 1e9,
+            "host_bytes": 0 if asleep else self.arena.nbytes - (0 if self.path.streams is not None else device),
+            "device_bytes": 0 if asleep else device + self.path.device_bytes,
+            "link_up_bytes": stores.in_flight.moved("swap_in"),
+            "link_down_bytes": stores.in_flight.moved("swap_out"),
+            "huge_pages": self.arena.advice["MADV_HUGEPAGE"],
+        }
 
     # -- durable steps ------------------------------------------------------------------------------------------
 

@@ -1,39 +1,33 @@
 """Implements zero-core's ShardStore as `TieredStore`, over host memory, NVMe and any other tier.
 
-Owns the arguments and the legal order of calls. Not here: the bytes and threads from attach to close (in
-attached_store.py).
+Owns the legal order of calls. Not here: checks of the arguments (in arguments.py), and the bytes, threads and waits
+from attach to close (in attached_store.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import Arrival, DeviceStore, ElementBytes, GroupStep, ShardSpec, ShardStore, StoreContext
-from ..durable.generations import Generations
-from ..errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
-from ..layout.footprint import STATE_KINDS, StorePlan
-from ..layout.store_plan import plan_store
-from ..layout.tile import Placement, check_tile_numel, shares
+from ..core import Arrival, GroupStep, ShardSpec, ShardStore, StoreContext
+from ..errors import ClosedError, OffloadError
+from ..layout.footprint import StorePlan
+from ..layout.tile import Placement
 from ..memory.arena import HostBudget
 from ..memory.transfers import InFlight, Stores
 from ..protocols import ByteStore, UpdateStep
 from ..streams import Streams, streams_of
-from ..tier import Tier, tiers_with
-from ..tiles.gradients import GradientStore
 from ..tiles.value_access import PinnedValues
 from ..timeline import Timeline
 from ..torch_step import TorchStep
 from ..uncut_step import UncutStep, step_for
 from ..update_thread.pipeline import tasks_of
+from .arguments import Arguments
 from .attached_store import COMMITS, Attached
-from .read_generation import generation_layout
 
 
 class TieredStore(ShardStore):
@@ -95,38 +89,20 @@ class TieredStore(ShardStore):
         tiers: Mapping[str, ByteStore] | None = None,
         durable: bool | str = False,
     ) -> None:
-        given = _stored(tiers or {}, nvme)
-        names = tiers_with(given)
-        if plan is not None:
-            parameters, gradients, optimizer = (plan.placements[kind] for kind in STATE_KINDS)
-            tile_numel, slots, accumulate, names = plan.tile_numel, plan.slots, plan.shape.arriving, plan.shape.tiers
-        self._accumulate, self._planned = accumulate, plan
-        self._budget = host_bytes if isinstance(host_bytes, HostBudget) else None
-        self._arguments: dict[str, Any] = dict(
-            parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
-            host_bytes=host_bytes, tiers=names,
-        )  # fmt: skip
-        for kind in STATE_KINDS:
-            for tier, share in shares(self._arguments[kind], kind, names).items():
-                if share > 0 and tier.stored and tier not in given:
-                    raise PlacementError(f"{kind}={self._arguments[kind]!r} needs {_argument(tier)}")
-        check_tile_numel(tile_numel)
-        self.overlap = overlap
-        self.step: UpdateStep = TorchStep() if step is None else step
         self.timeline = Timeline()
-        self._make_streams = streams
-        self.stores = Stores(given, InFlight(self.timeline))  # the stored tiers, which activations share
+        self.stores = Stores(tiers or {}, nvme, InFlight(self.timeline))  # the stored tiers, which activations share
+        self._arguments = Arguments(
+            self.stores, plan, accumulate, durable, parameters=parameters, gradients=gradients, optimizer=optimizer,
+            tile_numel=tile_numel, slots=slots, host_bytes=host_bytes,
+        )  # fmt: skip
+        self.overlap, self._make_streams = overlap, streams
+        self.step: UpdateStep = TorchStep() if step is None else step
         self._attached: Attached | None = None
         self._closed = False
-        if durable not in (False, True, "process"):
-            raise ValueError(f'durable={durable!r} must be False, True or "process"')
-        self._durable = durable
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Tells `step` which optimizer it updates for. Parameters that it cannot update in parts are stepped whole."""
         step_for(optimizer, self.step)
-
-    # -- attach -------------------------------------------------------------------------------------------------
 
     def attach(
         self,
@@ -139,35 +115,17 @@ class TieredStore(ShardStore):
         """Plans, reserves every byte, then takes over the shards one at a time. See ShardStore."""
         if self._attached is not None or self._closed:
             raise OffloadError("this TieredStore has a model already: make a new one")
-        if context.keeps_gradients and self._planned is not None and not self._planned.shape.keeps_gradients:
-            raise OffloadError(
-                "shard() keeps whole gradients until the step, as stage=1 and find_unused_parameters=True ask for, and "
-                "this store's plan counts no memory for them: give zero_offload.plan the same arguments as shard()"
-            )
         self.step = step_for(optimizer, self.step, by_itself=False)
         make_streams = self._make_streams or streams_of(context.device)
-        with nullcontext() if self._budget is None else self._budget.explained():
-            plan = plan_store(
-                shards,
-                self.step,
-                prefetch_bytes=context.prefetch_bytes,
-                shard_count=context.shard_count,
-                alignment=math.lcm(*(transfers.alignment for transfers in self.stores.values())),
-                landing_dtype=context.reduce_dtype if make_streams is not None else None,
-                gradient_itemsize=ElementBytes(context.reduce_dtype, context.reduce_dtype).gradient(self._accumulate),
-                **self._arguments | ({} if self._budget is None else {"host_bytes": self._budget.free_bytes}),
-            )
-        if self.durable:
-            plan = replace(plan, durable_on=Tier.NVME)
-        if make_streams is None:
-            _check_slots(plan, context)
-        generations = self._go_on(plan, optimizer, context) if self.durable else None  # before files that were cut grow
+        plan = self._arguments.plan(shards, self.step, context, make_streams is not None)
+        generations = self._arguments.adopted(plan, self.step, optimizer, context)  # before files that were cut grow
         for tier, transfers in self.stores.items():
             if nbytes := plan.extent_bytes(tier):
                 transfers.store.reserve(nbytes)
         self.timeline.of_rank(context.rank)
         try:
-            self._attached = Attached(plan, context, self.step, self.stores, self._budget, make_streams, generations)
+            budget = self._arguments.budget
+            self._attached = Attached(plan, context, self.step, self.stores, budget, make_streams, generations)
             self._attached.lay_out(optimizer, initial)
         except BaseException:
             with suppress(Exception):
@@ -175,16 +133,6 @@ class TieredStore(ShardStore):
             raise
         for transfers in self.stores.values():
             transfers.laid_out()
-
-    def _go_on(self, plan: StorePlan, optimizer: torch.optim.Optimizer, context: StoreContext) -> Generations:
-        """Returns the generations on nvme, after adopting the last one that all ranks have, if there is one."""
-        transfers = self.stores.get(Tier.NVME)
-        if transfers is None:
-            raise GenerationError(f"durable needs {_argument(Tier.NVME)}, with name= given")
-        layout = generation_layout(plan, self.step, optimizer, context)
-        generations = Generations(transfers, layout, sync=self._durable != "process")
-        generations.adopt(context.agree([each.number for each in generations.found]))
-        return generations
 
     @property
     def _on(self) -> Attached:
@@ -195,10 +143,9 @@ class TieredStore(ShardStore):
 
     @property
     def _made(self) -> Attached:
-        if self._attached is None and self._closed:
-            raise ClosedError("the TieredStore is closed")
         if self._attached is None:
-            raise ClosedError("the TieredStore is not attached yet: zero_core.shard(..., store=store) does it")
+            unattached = "not attached yet: zero_core.shard(..., store=store) does it"
+            raise ClosedError(f"the TieredStore is {'closed' if self._closed else unattached}")
         return self._attached
 
     @property
@@ -230,7 +177,7 @@ class TieredStore(ShardStore):
             return on.path.swap_in(i, out)
 
     def parameters(self, i: int) -> Tensor:
-        on = self._updated(i)
+        on = self._on.updated(i)
         with on.monitor.guard():
             return on.path.parameters(i)
 
@@ -243,7 +190,7 @@ class TieredStore(ShardStore):
             return on.path.gradient_buffer(i)
 
     def accept_gradient(self, i: int, gradient: Tensor) -> None:
-        on = self._updated(i)
+        on = self._on.updated(i)
         if on.order.units and not on.path.gradients.begun():
             on.pipeline.read_early(on.order.units)
         on.path.gradients.check(i, gradient)
@@ -251,31 +198,31 @@ class TieredStore(ShardStore):
             on.path.accept(i, gradient.detach())
 
     def discard_gradients(self) -> None:
-        on = self._settled()
+        on = self._on.settled()
         on.path.discard()
         on.path.gradients.discard()
 
     def discard_gradient(self, i: int, start: int, stop: int) -> None:
-        with self._gradient_of(i, start, stop) as gradient:
+        with self._on.gradient_of(i, start, stop) as gradient:
             gradient.discard_gradient(i, start, stop)
 
     def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
-        with self._gradient_of(i, start, stop) as gradient:
+        with self._on.gradient_of(i, start, stop) as gradient:
             return gradient.read_gradient(i, start, stop)
 
     def write_gradient(self, i: int, start: int, values: Tensor) -> None:
-        with self._gradient_of(i, start, start + values.numel()) as gradient:
+        with self._on.gradient_of(i, start, start + values.numel()) as gradient:
             self._on.path.gradients.check_fits(i, values)
             gradient.write_gradient(i, start, values)
 
     def gradient_norm_squared(self) -> Tensor:
-        return self._settled().path.norm_squared()
+        return self._on.settled().path.norm_squared()
 
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
     ) -> None:
-        on = self._settled()
-        taken = ((i, on.path.gradients.take(i)) for i in order)
+        on = self._on.settled()
+        taken = [(i, dtype) for i in order if (dtype := on.path.gradients.take(i)) is not None]
         tasks = [task for i, dtype in taken for task in tasks_of(on.plan.units[i], dtype, steps[i], groups)]
         written = on.path.update(groups, scale, order, steps)
         on.order.learn(order, len(on.plan.units))
@@ -285,7 +232,7 @@ class TieredStore(ShardStore):
             self.wait()
 
     def wait(self) -> None:
-        on = self._settled()
+        on = self._on.settled()
         with on.monitor.guard():
             on.pipeline.wait()
 
@@ -296,28 +243,24 @@ class TieredStore(ShardStore):
         return self.step.state_shapes(group, shape) if isinstance(self.step, UncutStep) else {}
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        self._check_range(i, name, start, stop)
-        with self._still() as on:
-            return on.states_of(i).read_state(i, name, start, stop)
+        with self._on.states(i, name, start, stop) as states:
+            return states.read_state(i, name, start, stop)
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
-        self._check_range(i, name, start, start + values.numel())
-        with self._still() as on:
-            on.path.follow_copies(i)
-            on.states_of(i).write_state(i, name, start, values)
+        with self._on.states(i, name, start, start + values.numel(), change=True) as states:
+            states.write_state(i, name, start, values)
 
     def read_shaped(self, i: int, k: int, name: str, start: int, stop: int) -> Tensor:
-        with self._still() as on:
-            return on.states_of(i).read_shaped(i, k, name, start, stop)
+        with self._on.states(i) as states:
+            return states.read_shaped(i, k, name, start, stop)
 
     def write_shaped(self, i: int, k: int, name: str, start: int, values: Tensor) -> None:
-        with self._still() as on:
-            on.path.follow_copies(i)
-            on.states_of(i).write_shaped(i, k, name, start, values)
+        with self._on.states(i, change=True) as states:
+            states.write_shaped(i, k, name, start, values)
 
     @property
     def durable(self) -> bool:
-        return self._durable is not False
+        return bool(self._arguments.durable)
 
     @property
     def resumed(self) -> bytes | None:
@@ -330,65 +273,20 @@ class TieredStore(ShardStore):
         generations.make_room(nbytes)
 
     def commit(self, blob: bytes) -> None:
-        self._settled().commit(blob)
+        self._on.settled().commit(blob)
 
     def committed(self) -> None:
         self._on.monitor.wait_for_unit(COMMITS, "a commit")
 
     def pin(self) -> PinnedValues:
-        return self._settled().pin()
+        return self._on.settled().pin()
 
     def give_up(self, i: int) -> bool:
         self.wait()
         return self._on.memory.give_up(i)
 
     def take_up(self, i: int) -> None:
-        on = self._on
-        if (whole := on.path.whole(i)) is not None:
-            whole.take_up(i)
-            return
-        spec = on.plan.units[i].spec
-        on.memory.take_up(i)
-        with torch.no_grad(), on.monitor.guard():
-            on.values.first(i, torch.zeros(spec.numel, dtype=spec.master_dtype))
-
-    # -- waits ----------------------------------------------------------------------------------------------------
-
-    def _updated(self, i: int) -> Attached:
-        """The parts, when unit i has no update left."""
-        on = self._on
-        on.monitor.wait_for_unit(i, on.plan.units[i].spec.name)
-        return on
-
-    def _settled(self) -> Attached:
-        """The parts, when every accepted gradient is at its place."""
-        on = self._on
-        on.path.landed()
-        return on
-
-    @contextmanager
-    def _gradient_of(self, i: int, start: int, stop: int) -> Iterator[DeviceStore | GradientStore]:
-        """The store of unit i's gradient, settled. Raises for a range outside the shard."""
-        self._check_range(i, "master", start, stop)
-        self._updated(i)
-        on = self._settled()
-        with torch.no_grad(), on.monitor.guard():
-            yield on.path.whole(i) or on.path.gradients
-
-    @contextmanager
-    def _still(self) -> Iterator[Attached]:
-        """The parts, when no update is under way."""
-        on = self._on
-        with torch.no_grad(), on.monitor.guard():
-            on.pipeline.wait()
-            yield on
-
-    def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
-        numel = self._on.plan.units[i].spec.numel
-        if not 0 <= start <= stop <= numel:
-            raise ValueError(f"elements [{start}, {stop}) are not all in shard {i}, which has {numel}")
-        if name not in self.state_names():
-            raise KeyError(f"no state is called {name!r}; states are {', '.join(self.state_names())}")
+        self._on.memory.take_up(i)
 
     # -- asleep -------------------------------------------------------------------------------------------------
 
@@ -406,20 +304,8 @@ class TieredStore(ShardStore):
         """
         if self.asleep:
             return
-        on = self._on
-        slowest = next((self.stores[tier].store for tier in reversed(on.plan.tiers) if tier in self.stores), None)
-        keeper = slowest if to is None else to
-        if keeper is None:
-            raise PlacementError(
-                "sleep() has nowhere to put its bytes: this store has no nvme= and no tiers=; give sleep(to=) a "
-                "ByteStore, such as zero_nvme.Slab([path])"
-            )
         self.wait()
-        if used := on.path.in_use():
-            names = ", ".join(on.plan.units[i].spec.name for i in sorted(used))
-            raise AsleepError(f"cannot sleep while {names} is in use: zero_core.sleep(model) gives units back first")
-        on.path.drain()
-        on.memory.put_into(keeper)
+        self._on.memory.put_into(to)
 
     def wake(self) -> None:
         """Restores the memory that sleep() freed, with the same bits. Does nothing if the store is awake.
@@ -447,21 +333,7 @@ class TieredStore(ShardStore):
         link_up_bytes, link_down_bytes: copied to the device and from it; huge_pages: "ok", or why the kernel refused
         them to the arena, which costs direct I/O speed and no bits. A store that sleeps has no bytes of host or device.
         """
-        attached, moved, asleep = self._made, {"nvme_read_bytes": 0, "nvme_write_bytes": 0}, self.asleep
-        plan, arena = attached.plan, attached.arena
-        for tier, transfers in self.stores.items():
-            moved[f"{tier}_read_bytes"], moved[f"{tier}_write_bytes"] = transfers.read_bytes, transfers.write_bytes
-        device = sum(plan.bytes_of("device", kind) for kind in STATE_KINDS)
-        return {
-            **moved,
-            "setup_write_bytes": sum(transfers.setup_write_bytes for transfers in self.stores.values()),
-            "exposed_seconds": attached.monitor.exposed_ns / 1e9,
-            "host_bytes": 0 if asleep else arena.nbytes - (0 if self.swaps_in else device),
-            "device_bytes": 0 if asleep else device + attached.path.device_bytes,
-            "link_up_bytes": self.stores.in_flight.moved("swap_in"),
-            "link_down_bytes": self.stores.in_flight.moved("swap_out"),
-            "huge_pages": arena.advice["MADV_HUGEPAGE"],
-        }
+        return self._made.stats(asleep=self.asleep)
 
     def describe(self) -> StorePlan:
         """Returns the reserved bytes per tier and kind, the slots and the arena."""
@@ -475,28 +347,3 @@ class TieredStore(ShardStore):
         self._closed = True
         if self._attached is not None:
             self._attached.close()
-
-
-def _check_slots(plan: StorePlan, context: StoreContext) -> None:
-    """Raises BudgetError if stored units lack slots: stages 0 to 2 on one rank keep lent parameters until the step."""
-    streamed = [unit.spec.name for i, unit in enumerate(plan.units) if unit.streamed and i not in plan.own_slots]
-    if context.keeps_parameters and context.shard_count == 1 and len(streamed) > plan.unit_slots:
-        raise BudgetError(
-            f"stages 0 to 2 keep every unit in memory until the step, and {len(streamed)} units whose "
-            f"parameters are stored share {plan.unit_slots} slots of {gib(plan.unit_slot_bytes)}; use stage=3, or "
-            'put parameters on the "host", or raise prefetch_bytes to the bytes of all of them'
-        )
-
-
-def _stored(tiers: Mapping[str, ByteStore], nvme: ByteStore | None) -> dict[str, ByteStore]:
-    """Returns every ByteStore by the name of its tier."""
-    for name in tiers:
-        if not Tier(name).stored or (name == Tier.NVME and nvme is not None):
-            raise PlacementError(f"tiers={{{name!r}: ...}}: this name is taken; give the ByteStore another one")
-    return dict(tiers) if nvme is None else {**tiers, str(Tier.NVME): nvme}
-
-
-def _argument(tier: Tier) -> str:
-    """Returns the argument that gives a stored tier, for an error."""
-    given = "nvme=" if tier == Tier.NVME else f'tiers={{"{tier}": ...}}'
-    return f"{given}, a ByteStore such as zero_nvme.Slab([path])"

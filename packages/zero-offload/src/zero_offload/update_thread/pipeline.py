@@ -63,11 +63,9 @@ class TileTask:
 
 
 def tasks_of(
-    unit: PlacedUnit, gradient_dtype: torch.dtype | None, steps: Sequence[int], groups: Sequence[GroupStep]
+    unit: PlacedUnit, gradient_dtype: torch.dtype, steps: Sequence[int], groups: Sequence[GroupStep]
 ) -> list[TileTask]:
-    """The tasks of one unit's update; none without a gradient, whose dtype is given then. steps: as in ShardStore."""
-    if gradient_dtype is None:
-        return []
+    """The tasks of one unit's update. steps: as in ShardStore."""
     found = [(tile, segment_steps(tile, unit.spec.segments, steps, groups)) for tile in unit.tiles]
     found = [(tile, segments) for tile, segments in found if segments]
     tasks = []
