@@ -77,9 +77,9 @@ def test_the_one_before_is_read_ahead(nvme):
     packed = [spill.pack(torch.full((1000,), float(i)), str(i)) for i in range(5)]
     for i in (4, 3, 2):
         packed[i].load()
-    assert nvme.read_bytes == PIECE  # number 1, under way already
+    assert nvme.moved("swap_in") == PIECE  # number 1, under way already
     assert packed[1].load()[0] == 1
-    assert nvme.read_bytes == 2 * PIECE  # and number 0; nothing was read twice
+    assert nvme.moved("swap_in") == 2 * PIECE  # and number 0; nothing was read twice
     spill.close()
 
 

@@ -37,7 +37,7 @@ def test_memory_lives_while_it_is_in_flight_and_no_longer() -> None:
     stored.drain()
     gc.collect()
     assert seen() is None
-    assert transfers.write_bytes == 4096 and transfers.read_bytes == 0
+    assert transfers.moved("swap_out") == 4096 and transfers.moved("swap_in") == 0
     assert [event.nbytes for event in transfers.in_flight.timeline.events()] == [4096]
 
 

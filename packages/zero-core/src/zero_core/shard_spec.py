@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 CHUNK_NUMEL = 1 << 20  # elements whose squares are summed together in double, whoever computes the norm
+Initial = Callable[[int], torch.Tensor]  # the first values of shard i, as `ShardStore.attach` asks for them
 
 
 @dataclass(frozen=True)

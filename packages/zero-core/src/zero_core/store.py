@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .errors import StoreError
 from .shard_spec import CHUNK_NUMEL as CHUNK_NUMEL
+from .shard_spec import Initial as Initial
 from .shard_spec import Segment as Segment
 from .shard_spec import ShardSpec as ShardSpec
 from .shard_spec import stretches as stretches
@@ -90,12 +91,7 @@ class ShardStore(Protocol):
     """
 
     def attach(
-        self,
-        shards: Sequence[ShardSpec],
-        optimizer: torch.optim.Optimizer,
-        initial: Callable[[int], Tensor],
-        *,
-        context: StoreContext,
+        self, shards: Sequence[ShardSpec], optimizer: torch.optim.Optimizer, initial: Initial, *, context: StoreContext
     ) -> None:
         """Take over the shards, once. `initial(i)` yields shard i's master (numel,) in its `master_dtype`, called once
         each, in order. It may call `wait`, which returns when all that was taken over before is kept.

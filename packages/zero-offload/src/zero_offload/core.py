@@ -3,7 +3,7 @@
 from zero_core import ZeroError, handle
 from zero_core.active_calls import tensors_of
 from zero_core.api import resume
-from zero_core.device import available_host_bytes, indexed
+from zero_core.device import available_host_bytes, indexed, sent
 from zero_core.errors import UnsupportedOptimizerError, noted
 from zero_core.estimate.pool_simulation import Rehearsal, UnitSize
 from zero_core.hooks.engine import Engine
@@ -20,7 +20,7 @@ from zero_core.optim.muon import schulz_flop
 from zero_core.optim.state_names import KeptStates, kept_states, refuse_one_name
 from zero_core.optim.uncut import needs_uncut, uncut_groups
 from zero_core.precision import fits, round_to
-from zero_core.shard_spec import CHUNK_NUMEL, Segment, ShardSpec, stretches
+from zero_core.shard_spec import CHUNK_NUMEL, Initial, Segment, ShardSpec, stretches
 from zero_core.store import Arrival, GroupStep, NullObserver, Observer, Pinned, ShardStore, StoreContext, lent_bytes
 from zero_core.tensors.inner_tensors import check_initialised
 from zero_core.tensors.version_counters import Stamp

@@ -62,7 +62,7 @@ class Upload:
 
     def __init__(self, uploads: Uploads, unit: int, out: Tensor, after: Mark) -> None:
         self._uploads, self.unit, self.out, self.after = uploads, unit, out, after
-        self.copied: Mark | None = None
+        self.copied: Any = None  # the mark of its copy, once that is queued
 
     def wait(self) -> None:
         self._uploads.finish(self)
@@ -114,7 +114,6 @@ class Uploads:
                         self._copy(upload, source)
             finally:
                 self._host.release(i)
-        assert upload.copied is not None
         self._streams.follow(upload.copied)
 
     def drop(self, upload: Upload) -> None:
@@ -144,7 +143,7 @@ class _Download:
     complete: Mark
     landing: Slot[Tensor] | None  # the landing buffer of `values`; None: it is the caller's memory
     into: Tensor | None  # its place in host memory, if it goes straight there
-    copied: Mark | None = None  # its last copy, once that is queued
+    copied: Any = None  # the mark of its last copy, once that is queued
 
 
 class Downloads:
@@ -202,7 +201,6 @@ class Downloads:
             self._worker.put(download)
         if landing is None:  # both buffers are lent to units around this one, and the caller will reuse its memory
             self._monitor.wait_until(lambda: download.copied is not None, unit.spec.name)
-            assert download.copied is not None
             self._streams.follow(download.copied)
 
     def wait(self) -> None:
@@ -238,7 +236,6 @@ class Downloads:
     def _finish(self, download: _Download) -> None:
         """Adds the gradient to the kept one, after waiting for its copies."""
         if download.into is not None:
-            assert download.copied is not None
             download.copied.wait()
         name = self._plan.units[download.unit].spec.name
         with self._monitor.span("norm", name):

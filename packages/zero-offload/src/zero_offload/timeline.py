@@ -100,8 +100,8 @@ class Timeline:
                 "args": {"unit": event.unit} | ({"bytes": event.nbytes} if event.overlapping else {}),
             }
             if event.overlapping:
-                records.append(record | {"ph": "b", "id": number})
-                records.append(record | {"ph": "e", "id": number, "ts": event.stop_ns / 1e3})
+                end = {"ph": "e", "id": number, "ts": event.stop_ns / 1e3}
+                records += [record | {"ph": "b", "id": number}, record | end]
             else:
                 records.append(record | {"ph": "X", "dur": (event.stop_ns - event.start_ns) / 1e3})
         names = [

@@ -90,7 +90,7 @@ class UncutStep:
     """
 
     def __init__(self, step: UpdateStep) -> None:
-        self.step = step
+        self.step, self.accumulate, self.chunk_norms_squared = step, step.accumulate, step.chunk_norms_squared
         self._plain = TorchStep()  # stores the masters of uncut tiles
         self._elementwise = False  # whether the optimizer has an elementwise member, whose parameters may be cut
         self._optimizer: Any = None
@@ -299,12 +299,6 @@ class UncutStep:
                 f"{name} cannot be written, because the optimizer of the parameter, one of {kind_of(self._optimizer)}, "
                 "does not keep this state: give the parameter to the optimizer with which the values were saved"
             )
-
-    def accumulate(self, into: Tensor, values: Tensor) -> None:
-        self.step.accumulate(into, values)
-
-    def chunk_norms_squared(self, values: Tensor) -> Sequence[float]:
-        return self.step.chunk_norms_squared(values)
 
     @property
     def in_a_row(self) -> bool:

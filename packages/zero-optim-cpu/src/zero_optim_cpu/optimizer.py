@@ -86,10 +86,7 @@ class CpuOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0) -> Any:
         """Updates all parameters. ``scale`` (a clip coefficient, an inverse loss scale) multiplies every gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         dispatch, _ = self._prepare()
         dispatch.batch.run(self._kernels.pool, float(scale))
         return loss

@@ -184,8 +184,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
         >>> optimizer.step()
         >>> optimizer.close()
     """
-    home = _home(parameter, "full_gradient")
-    return home.join(lambda place: place.engine.gradients.read(place.unit, place.index))
+    return _home(parameter, "full_gradient").join(lambda place: place.engine.gradients.read(place.unit, place.index))
 
 
 @torch.no_grad()

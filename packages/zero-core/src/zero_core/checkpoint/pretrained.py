@@ -262,7 +262,7 @@ def _write_values(model: nn.Module, view: ShardView | None, writers: Mapping[str
             put(named.name, 0, initialiser.values(named.tensor).reshape(-1))
         elif first and (view is None or view.is_whole(named)):
             put(named.name, 0, named.tensor.detach().reshape(-1))
-    if view is not None and view.writes:
+    if view is not None and view.ranks.replicate.rank == 0:  # no replica writes
         for slice_ in view.slices():
             for start, stop in _tiles(slice_.start, slice_.stop):
                 put(slice_.name, start, view.parameter_values(slice_, start, stop))

@@ -73,11 +73,6 @@ class ShardView:
         """Whether this is rank 0."""
         return bool(self.ranks.rank == 0)
 
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes its slices to files. No replica does."""
-        return bool(self.ranks.replicate.rank == 0)
-
     def parameters(self) -> Iterator[tuple[Any, int, str]]:
         """Yields (unit, index in it, name) of each sharded parameter that the module still has. A parameter that is cut
         into rows has an entry for each of its parts."""

@@ -11,7 +11,7 @@ A shard that is not trained is its own master, whatever its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import sum_of_squares
-from ..store import GroupStep, ShardSpec, ShardStore, StoreContext
+from ..store import GroupStep, Initial, ShardSpec, ShardStore, StoreContext
 from ..util.freed_memory import HostMemory, Keeper, SavedBytes, give_memory, take_memory
 from .contracts import TOGETHER, contract_of, is_together, options_of, over_segments, own_attributes
 from .device_shard import DeviceShard
@@ -45,12 +45,7 @@ class DeviceStore(ShardStore):
         self._together: Any = None  # the optimizer over all shards, if it steps their parameters together
 
     def attach(
-        self,
-        shards: Sequence[ShardSpec],
-        optimizer: torch.optim.Optimizer,
-        initial: Callable[[int], Tensor],
-        *,
-        context: StoreContext,
+        self, shards: Sequence[ShardSpec], optimizer: torch.optim.Optimizer, initial: Initial, *, context: StoreContext
     ) -> None:
         if self._shards or self._closed:
             raise StoreError("DeviceStore.attach called twice: make a new DeviceStore for each zero_core.shard")

@@ -71,10 +71,7 @@ class JointOptimizer(torch.optim.Optimizer):
             raise ValueError("a JointOptimizer takes no groups itself: call add_param_group of one of its `optimizers`")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for each in self.optimizers:
             each.step()
         return loss

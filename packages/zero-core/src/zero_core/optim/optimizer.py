@@ -84,10 +84,7 @@ class ShardedOptimizer(Optimizer):
         Raises GradientError when the norm is not finite and there is no loss scaling: no parameter is updated then, and
         the gradients are gone. Collective: every rank calls it.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._step()
         return loss
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from ..errors import BudgetError, ClosedError, gib
 from ..layout.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from ..layout.tile import round_up
-from ..memory.arena import Arena
+from ..memory.arena import PAGE_BYTES, Arena
 from ..memory.slots import Slot, Slots
 from ..memory.transfers import Stored, Transfers
 from ..monitor import Ending, Monitor, Worker
@@ -81,11 +81,11 @@ class StoredSpill(Spill):
             raise ValueError(f"slots={slots}: at least 2, one being written or read beside the one in use")
         self._transfers = transfers
         self._piece_bytes = round_up(piece_bytes, transfers.alignment)
-        self.host_bytes = slots * Arena.rounded(self._piece_bytes)  # of the slots
+        self.host_bytes = slots * round_up(self._piece_bytes, PAGE_BYTES)  # of the slots
         # Every later call raises the first error of a transfer too: the stored bytes cannot be relied on any more.
         self._monitor = Monitor(transfers.in_flight.timeline, way_out=_AGAIN)
         memory, self._stop, release = self._memory()
-        self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)), transfers.in_flight)
+        self._slots = Slots(memory.split(round_up(self._piece_bytes, PAGE_BYTES)), transfers.in_flight)
         self._all: list[Stored] = []
         self._last: Callable[[], Any] = lambda: None
         self._lock = threading.RLock()

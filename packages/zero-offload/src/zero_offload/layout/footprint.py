@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..core import FP32_BYTES, ElementBytes, ShardSpec
-from ..memory.arena import Arena
+from ..memory.arena import PAGE_BYTES
 from ..tier import TIERS, Tier
 from .tile import Record, Tile, round_up
 
@@ -176,7 +176,7 @@ class StorePlan:
             *((1, self.units[i].spec.numel * self.landing_itemsize) for i in self.own_landings),
             (1, FP32_BYTES * widest if self.landing_itemsize < FP32_BYTES else 0),
         )
-        host = [Reserved("buffers", Tier.HOST, ((Tier.HOST, Arena.rounded(each)),), count) for count, each in slots]
+        host = [Reserved("buffers", Tier.HOST, ((Tier.HOST, round_up(n, PAGE_BYTES)),), count) for count, n in slots]
         device = [Reserved("buffers", Tier.DEVICE, ((Tier.DEVICE, each),), count) for count, each in landings]
         return (*units, *host, *device)
 
@@ -252,7 +252,7 @@ class StorePlan:
     @property
     def arena_bytes(self) -> int:
         """Bytes of the arena, rounding of its blocks included."""
-        return sum(row.count * Arena.rounded(row.nbytes) for row in self.reserved if row.place == Tier.HOST)
+        return sum(row.count * round_up(row.nbytes, PAGE_BYTES) for row in self.reserved if row.place == Tier.HOST)
 
     def extent_bytes(self, tier: str) -> int:
         """Bytes of all extents on a stored tier, rounding included."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import CHUNK_NUMEL
+from ..core import CHUNK_NUMEL, round_up
 from ..errors import BudgetError, ClosedError, gib
 
 
@@ -164,7 +164,7 @@ class Arena:
 
     def _pinned(self) -> tuple[Any, int, dict[str, str]]:
         try:
-            tensor = torch.empty(self.rounded(self.nbytes) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            tensor = torch.empty(round_up(self.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise BudgetError(
                 f"the host tier's arena of {gib(self.nbytes)} cannot be pinned ({error}); put more on nvme, take fewer "
@@ -179,7 +179,7 @@ class Arena:
         try:
             # Private, not shared: shared anonymous memory is shmem, which has another huge page policy.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-            mapping = mmap.mmap(-1, self.rounded(nbytes) + HUGE_PAGE_BYTES, flags=flags)
+            mapping = mmap.mmap(-1, round_up(nbytes, PAGE_BYTES) + HUGE_PAGE_BYTES, flags=flags)
         except OSError as error:
             raise BudgetError(
                 f"the host tier's arena of {gib(nbytes)} cannot be mapped ({error}); put more on nvme, take fewer slots"
@@ -205,17 +205,12 @@ class Arena:
                 answers[name] = str(error)
         return answers
 
-    @staticmethod
-    def rounded(nbytes: int) -> int:
-        """The bytes of the arena that `take(nbytes)` uses."""
-        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-
     def take(self, nbytes: int) -> Block:
         """The next `nbytes`, from a page boundary. AssertionError beyond the planned bytes: that is a bug of ours."""
         if self._memory is None:
             raise ClosedError("the arena is closed")
-        size = self.rounded(nbytes)
-        if self._taken + size > self.rounded(self.nbytes):
+        size = round_up(nbytes, PAGE_BYTES)
+        if self._taken + size > round_up(self.nbytes, PAGE_BYTES):
             raise AssertionError(f"arena of {self.nbytes} bytes: {self._taken} taken, {size} wanted")
         block = Block(self, self._taken, size)
         self._taken += size
@@ -223,6 +218,7 @@ class Arena:
 
     def whole(self) -> Tensor:
         """All bytes (uint8), to register them with a device."""
-        return Block(self, 0, self.rounded(self.nbytes)).raw(0, self.rounded(self.nbytes))
+        nbytes = round_up(self.nbytes, PAGE_BYTES)
+        return Block(self, 0, nbytes).raw(0, nbytes)
 
     close = give_back

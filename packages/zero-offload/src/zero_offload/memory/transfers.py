@@ -237,17 +237,9 @@ class Transfers:
         for kind in ("swap_in", "swap_out"):
             self.in_flight.count((self, kind, "setup"), self.in_flight.moved((self, kind)))
 
-    @property
-    def read_bytes(self) -> int:
-        return self.in_flight.moved((self, "swap_in")) - self.in_flight.moved((self, "swap_in", "setup"))
-
-    @property
-    def write_bytes(self) -> int:
-        return self.in_flight.moved((self, "swap_out")) - self.setup_write_bytes
-
-    @property
-    def setup_write_bytes(self) -> int:
-        return self.in_flight.moved((self, "swap_out", "setup"))
+    def moved(self, kind: str) -> int:
+        """Bytes of the kind, "swap_in" or "swap_out", since the layout of the shards ended."""
+        return self.in_flight.moved((self, kind)) - self.in_flight.moved((self, kind, "setup"))
 
 
 class Stores(dict[str, Transfers]):

@@ -269,8 +269,7 @@ def _total(*parts: tuple[Counter[Tier], int]) -> Counter[Tier]:
     """The sum of these counts, each times its factor."""
     found = Counter[Tier]()
     for counts, factor in parts:
-        for tier, nbytes in counts.items():
-            found[tier] += factor * nbytes
+        found.update({tier: factor * nbytes for tier, nbytes in counts.items()})
     return found
 
 
@@ -292,8 +291,7 @@ def _least(passing: Sequence[tuple[Counter[Tier], int]], slots: int) -> Counter[
     """Bytes by tier of the smallest units, one for each of `slots` slots."""
     found = Counter[Tier]()
     for stored, count in sorted(passing, key=lambda each: each[0].total()):
-        for tier, extent in stored.items():
-            found[tier] += min(count, slots) * extent
+        found.update({tier: min(count, slots) * extent for tier, extent in stored.items()})
         slots -= min(count, slots)
     return found
 

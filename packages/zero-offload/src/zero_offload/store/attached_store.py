@@ -162,7 +162,7 @@ class Attached:
         generations: Generations | None = None,
     ) -> None:
         self.plan, self._context, self._step, self._stores = plan, context, step, stores
-        self.generations = generations
+        self.generations: Any = generations  # None: the store is not durable, and no call below is made
         self.monitor = monitor = Monitor(stores.in_flight.timeline, context.observer)
         with ExitStack() as undone:
             undone.callback(stores.free)
@@ -260,11 +260,12 @@ class Attached:
         """As TieredStore.stats."""
         plan, stores, moved = self.plan, self._stores, {"nvme_read_bytes": 0, "nvme_write_bytes": 0}
         for tier, transfers in stores.items():
-            moved[f"{tier}_read_bytes"], moved[f"{tier}_write_bytes"] = transfers.read_bytes, transfers.write_bytes
+            moved |= {f"{tier}_read_bytes": transfers.moved("swap_in")}
+            moved |= {f"{tier}_write_bytes": transfers.moved("swap_out")}
         device = sum(plan.bytes_of(Tier.DEVICE, kind) for kind in STATE_KINDS)
         return {
             **moved,
-            "setup_write_bytes": sum(transfers.setup_write_bytes for transfers in stores.values()),
+            "setup_write_bytes": sum(stores.in_flight.moved((each, "swap_out", "setup")) for each in stores.values()),
             "exposed_seconds": self.monitor.exposed_ns / 1e9,
             "host_bytes": 0 if asleep else self.arena.nbytes - (0 if self.path.streams is not None else device),
             "device_bytes": 0 if asleep else device + self.path.device_bytes,
@@ -282,7 +283,6 @@ class Attached:
         self.pipeline.afterwards(partial(self._commit, blob))
 
     def _commit(self, blob: bytes) -> None:
-        assert self.generations is not None
         with self.monitor.span("commit", f"generation {self.generations.number + 1}"):
             self.generations.commit(blob)
         with self.monitor.condition:
@@ -291,7 +291,6 @@ class Attached:
 
     def pin(self) -> PinnedValues:
         """As ShardStore.pin. Every gradient has landed."""
-        assert self.generations is not None
         generations, condition = self.generations, self.monitor.condition
         pinned = False
 

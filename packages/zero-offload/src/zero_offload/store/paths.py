@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..core import Arrival, DeviceStore, GroupStep, ShardSpec, give_memory, take_memory
+from ..core import Arrival, DeviceStore, GroupStep, ShardSpec, give_memory, sent, take_memory
 from ..device_link import Downloads, Upload, Uploads
 from ..streams import Mark, Streams
 from ..tier import Tier
@@ -233,9 +233,7 @@ class DevicePath(HostPath):
         self._store.discard_gradients()
 
     def norm_squared(self) -> Tensor:
-        squared, device = super().norm_squared(), self._context.device
-        if device.type != "cpu":  # pinned: from pageable memory the copy would wait for all kernels
-            squared = squared.pin_memory().to(device, non_blocking=True)
+        squared = sent(super().norm_squared(), self._context.device)
         return self._store.gradient_norm_squared() + squared if self._has_whole else squared
 
     def update(

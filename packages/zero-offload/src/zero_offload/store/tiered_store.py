@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import Arrival, GroupStep, ShardSpec, ShardStore, StoreContext
+from ..core import Arrival, GroupStep, Initial, ShardSpec, ShardStore, StoreContext
 from ..errors import ClosedError, OffloadError
 from ..layout.footprint import StorePlan
 from ..layout.tile import Placement
@@ -105,12 +105,7 @@ class TieredStore(ShardStore):
         step_for(optimizer, self.step)
 
     def attach(
-        self,
-        shards: Sequence[ShardSpec],
-        optimizer: torch.optim.Optimizer,
-        initial: Callable[[int], Tensor],
-        *,
-        context: StoreContext,
+        self, shards: Sequence[ShardSpec], optimizer: torch.optim.Optimizer, initial: Initial, *, context: StoreContext
     ) -> None:
         """Plans, reserves every byte, then takes over the shards one at a time. See ShardStore."""
         if self._attached is not None or self._closed:
@@ -268,9 +263,7 @@ class TieredStore(ShardStore):
         return None if generations is None else generations.blob
 
     def make_room(self, nbytes: int) -> None:
-        generations = self._on.generations
-        assert generations is not None
-        generations.make_room(nbytes)
+        self._on.generations.make_room(nbytes)
 
     def commit(self, blob: bytes) -> None:
         self._on.settled().commit(blob)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class GradientStore:
         self._held: list[torch.dtype | str | None] = [None] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
         self.kept: list[list[Tile]] = []  # per unit, its tiles that have a gradient: in memory first, then stored ones
-        self._memory: list[Block | None] = []
+        self._memory: list[Any] = []  # a Block; None for a unit without trained elements
         self._memory_numel: list[int] = []
         self._sums: list[dict[int, float]] = []  # per unit: a chunk's first element -> its sum of squares
         for unit in plan.units:
@@ -276,9 +277,7 @@ class GradientStore:
 
     def in_memory(self, tile: Tile, dtype: torch.dtype) -> Tensor:
         """The kept gradient (tile.numel,) of a tile that is not stored."""
-        memory = self._memory[tile.unit]
-        assert memory is not None
-        return memory.view(dtype, tile.numel, tile.start * dtype.itemsize)
+        return self._memory[tile.unit].view(dtype, tile.numel, tile.start * dtype.itemsize)
 
     def begin_read(self, tile: Tile, dtype: torch.dtype, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
         """As `StoredTiles.begin_read`."""
