@@ -23,7 +23,6 @@ from zero_core.comm import Axis
 from zero_core.comm.ranks import machines_of as found_machines
 from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.errors import CollectiveError, StageError
-from zero_core.unit_memory.unit_memory import secondary_bytes
 from zero_offload import MemoryByteStore
 
 pytestmark = pytest.mark.promise("machines-recognised")
@@ -105,7 +104,7 @@ def test_secondary_shards_keep_gathers_inside_the_machine(size, beside):
     with torch.no_grad():
         assert [sent_by(forward), sent_by(forward)] == [once, 0]
     for unit in zero_core.units(model):
-        assert unit.secondary.part().nbytes == secondary_bytes(unit.nbytes, beside)
+        assert unit.secondary.part().nbytes == unit.nbytes // beside
     for after_a_step in (0, once):
         backwards = [sent_by(lambda: forward().backward()) for _ in range(2)]
         assert backwards == [after_a_step + once, once]  # gathers, and each time the reduction

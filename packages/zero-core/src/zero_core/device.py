@@ -34,7 +34,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -134,14 +134,12 @@ def available_host_bytes() -> int:
     A virtual machine may show less than it gets once it uses the memory.
     """
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
+    with suppress(OSError, ValueError, IndexError):  # no limit ("max"), no control groups, or no /proc
         with open("/proc/meminfo") as file:
             found = [line.split() for line in file if line.startswith("MemAvailable:")]
         room = int(found[0][1]) * 1024
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
             room = min(room, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError, IndexError):
-        pass  # no limit ("max"), no control groups, or no /proc: the last known number is returned
     return room
 
 

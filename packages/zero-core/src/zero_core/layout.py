@@ -257,8 +257,7 @@ def owners(units: Iterable[Sequence[tuple[int, bool]]], shard_count: int) -> lis
     loads = [0] * shard_count
     for numel, i, numbers in sorted(together, key=lambda each: -each[0]):
         owner = min(range(shard_count), key=loads.__getitem__)
-        of_unit = found[i]
-        assert of_unit is not None
+        of_unit: Any = found[i]
         for k in numbers:
             of_unit[k] = owner
         if i in rests:

@@ -125,7 +125,6 @@ def shard(
     if config.replicas > 1:
         options["mesh"] = mesh_of_replicas(config.replicas)
     mesh = options.get("mesh")
-    kept = ExitStack()
     with ExitStack() as stack:
         with only_trained(model, optimizer):
             planned, step = plan(
@@ -158,8 +157,7 @@ def shard(
         stack.callback(made.close)
         activations = None
         if optimizer is not None and config.activations != "keep":
-            names = ("rows", "tokens", "row_modules", "token_modules")
-            parts = {name: getattr(config, name) for name in names}
+            parts = {name: getattr(config, name) for name in ("rows", "tokens", "row_modules", "token_modules")}
             activations = zero_offload.offload_activations(model, store, config.activations, **parts)
             stack.callback(activations.close)
         kept = stack.pop_all()

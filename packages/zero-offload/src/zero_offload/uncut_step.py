@@ -222,8 +222,7 @@ class UncutStep:
         self, segment: Segment, moved: UpdateSegment, master: Tensor, gradient: Tensor, states: dict[str, Tensor]
     ) -> None:
         """One step of the optimizer's class over `master`, in place, with these states. Step 1 makes its own."""
-        group = segment.group
-        assert group is not None
+        group: Any = segment.group
         parameter = by_itself.dress(nn.Parameter(master), segment.look)
         parameter.grad = gradient
         if group not in self._running or moved.step == 1:
@@ -248,8 +247,7 @@ class UncutStep:
 
     def _given(self, segment: Segment, states: Mapping[str, Tensor], steps: int) -> dict[str, Any]:
         """A parameter's states before its next step, numbers in the types that the optimizer has for them."""
-        group = segment.group
-        assert group is not None
+        group: Any = segment.group
         formats = self._states_of(group, segment.uncut_shape)
         given: dict[str, Any] = {name: None for name, value in formats.items() if value is None}
         given |= {

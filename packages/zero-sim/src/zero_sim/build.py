@@ -129,8 +129,7 @@ def load() -> Any:
 
 
 def _import(library: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(NAME, library)
-    assert spec is not None and spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(NAME, library)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -132,10 +132,6 @@ def get_device_capability(device: Device = None) -> tuple[int, int]:
     return 9, 0
 
 
-def can_device_access_peer(device: Device, peer_device: Device) -> bool:
-    return _index(device) != _index(peer_device)
-
-
 def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
 
@@ -249,10 +245,6 @@ def get_sync_debug_mode() -> int:
 # -- memory ------------------------------------------------------------------------------------------------------------
 OutOfMemoryError = torch.OutOfMemoryError
 mem_get_info, reset_max_memory_allocated = torch.accelerator.get_memory_info, reset_peak_memory_stats
-
-
-def ipc_collect() -> None:
-    pass
 
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:

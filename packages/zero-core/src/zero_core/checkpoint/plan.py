@@ -86,7 +86,7 @@ class StreamingSavePlanner(dcp.DefaultSavePlanner):
     def __init__(self, contents: Contents) -> None:
         super().__init__(flatten_state_dict=False)
         self._contents = contents
-        self._boxes: dict[tuple[str, tuple[int, ...]], tuple[Sliced, Box]] = {}
+        self._boxes: dict[MetadataIndex, tuple[Sliced, Box]] = {}
 
     def create_local_plan(self) -> dcp.SavePlan:
         contents = self._contents
@@ -101,7 +101,7 @@ class StreamingSavePlanner(dcp.DefaultSavePlanner):
             states = list(slices)
             for box in tile_boxes(part.shape, part.start, part.stop, contents.tile_numel):
                 for sliced in states:  # all of a box at once: the store has them together
-                    self._boxes[sliced.fqn, box.offsets] = (sliced, box)
+                    self._boxes[MetadataIndex(sliced.fqn, box.offsets)] = sliced, box
                     dtype = contents.view.dtype_of(part, sliced.state)
                     items.append(_write_item(sliced.fqn, box.offsets, box.sizes, part.shape, dtype, whole=False))
         self.plan = dcp.SavePlan(items, planner_data=contents.paths)
@@ -113,14 +113,13 @@ class StreamingSavePlanner(dcp.DefaultSavePlanner):
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        fqn, offset = write_item.index.fqn, write_item.index.offset
+        fqn = write_item.index.fqn
         if write_item.type == WriteItemType.BYTE_IO:
             value = self._contents.whole[fqn]
             return value if isinstance(value, io.BytesIO) else _pickled(value)
         if write_item.type == WriteItemType.TENSOR:
             return self._contents.whole[fqn].detach().cpu().contiguous().clone()
-        assert offset is not None
-        sliced, box = self._boxes[fqn, tuple(offset)]
+        sliced, box = self._boxes[write_item.index]
         values = self._contents.view.read(sliced.part, sliced.state, box.start, box.start + box.numel)
         return values.view(box.sizes)
 
@@ -150,7 +149,7 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
     def __init__(self, view: ShardView, plan: Callable[[Metadata], Wanted], tile_numel: int = TILE_NUMEL) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._view, self._plan_wanted, self._tile_numel = view, plan, tile_numel
-        self._boxes: dict[tuple[str, tuple[int, ...]], tuple[Sliced, Box]] = {}
+        self._boxes: dict[MetadataIndex, tuple[Sliced, Box]] = {}
         self.tensors: dict[str, Tensor] = {}
         self.objects: dict[str, Any] = {}
 
@@ -175,7 +174,7 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
         part = sliced.part
         wanted = list(tile_boxes(part.shape, part.start, part.stop, self._tile_numel))
         for box in wanted:
-            self._boxes[sliced.fqn, box.offsets] = (sliced, box)
+            self._boxes[MetadataIndex(sliced.fqn, box.offsets)] = sliced, box
         chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in wanted]
         items = create_read_items_for_chunk_list(sliced.fqn, entry, chunks)
         found = sum(math.prod(item.lengths) for item in items)
@@ -198,11 +197,9 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
         return narrowed(whole, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        index = read_item.dest_index
-        if index.fqn in self.tensors:
+        if read_item.dest_index.fqn in self.tensors:
             return
-        assert index.offset is not None
-        sliced, box = self._boxes[index.fqn, tuple(index.offset)]
+        sliced, box = self._boxes[read_item.dest_index]
         if (start := _run_start(box, read_item.dest_offsets, read_item.lengths)) is not None:
             self._view.write(sliced.part, sliced.state, start, tensor.reshape(-1))
             return

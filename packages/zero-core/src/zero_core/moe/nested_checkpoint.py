@@ -104,7 +104,7 @@ class Part:
     def __init__(self, function: Callable[..., Tensor], given: Sequence[Tensor], trained: bool = False) -> None:
         self._function = function
         self.trained = trained or any(tensor.requires_grad for tensor in given)
-        self._given: Sequence[Tensor] | None = given
+        self._given: Any = given  # None: it has run
         self._wanted = [tensor.requires_grad for tensor in given]
         self._kept: list[SavedAround] = []
         self._anchor = given[0].detach().new_empty(0)  # tells the checkpoint which device's random numbers to replay
@@ -120,7 +120,6 @@ class Part:
     def keep(self, hooks: Hooks) -> None:
         """Saves the inputs in the surrounding checkpoint. If it was waiting for the last of them, its run ends here."""
         changed = ZeroError("an input of a part of a checkpointed module was changed in place before its backward")
-        assert self._given is not None
         self._kept = [SavedAround(tensor, hooks, changed) for tensor in self._given]
 
     def hidden(self) -> Tensor:
@@ -131,7 +130,6 @@ class Part:
     def alone(self) -> Tensor:
         """Runs it, and again in backward, where no surrounding checkpoint has its inputs."""
         given, self._given = self._given, None
-        assert given is not None
         return checkpoint(self._function, *given, use_reentrant=False)
 
     def apart(self) -> Tensor:

@@ -135,8 +135,7 @@ class DeviceShard:
         self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor | None
     ) -> None:
         """Gives the segments that step their gradients. scratch: fp32 (numel,) or more; None: it is allocated."""
-        assert self.gradient is not None
-        gradient = self.gradient
+        gradient = self.held_gradient()
         if gradient.dtype != torch.float32:
             if scratch is None:
                 scratch = torch.empty_like(gradient, dtype=torch.float32)

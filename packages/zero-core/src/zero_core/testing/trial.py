@@ -61,7 +61,7 @@ class Trial(AbstractContextManager["Trial"]):
                 if segment.group is not None:
                     groups[segment.group]["params"].append(view)
         self.optimizer = suite.make_optimizer(groups)
-        self.gradients: list[Tensor | None] = [None] * len(SIZES)
+        self.gradients: list[Any] = [None] * len(SIZES)
         self.counts = [[0] * len(s) for s in segments]
         self.store = suite.make_store()
         context = StoreContext(suite.device, reduce_dtype=reduce_dtype)
@@ -106,17 +106,13 @@ class Trial(AbstractContextManager["Trial"]):
 
     def discard(self, i: int, start: int, stop: int) -> None:
         self.store.discard_gradient(i, start, stop)
-        gradient = self.gradients[i]
-        assert gradient is not None
-        gradient[start:stop] = 0.0
+        self.gradients[i][start:stop] = 0.0
 
     def overwrite(self, i: int, start: int, stop: int, dtype: torch.dtype) -> None:
         """With values that `dtype` holds."""
         values = torch.linspace(-1.0, 2.0, stop - start, device=self.suite.device).to(dtype).float()
-        gradient = self.gradients[i]
-        assert gradient is not None
         self.store.write_gradient(i, start, values)
-        gradient[start:stop] = values
+        self.gradients[i][start:stop] = values
 
     def compare_gradients(self) -> None:
         self.compare_norm()

@@ -89,10 +89,6 @@ class Turn(Held):
         super().__init__()
         self.prefetch_bytes, self.spare_bytes = prefetch_bytes, 0
 
-    def ahead_bytes(self, unit: Unit) -> int:
-        """Returns the bytes of a unit with memory that count as gathered ahead."""
-        return 0 if unit.users else self.get(unit, 0)
-
     def admit(self, unit: Unit, *, outermost: bool) -> list[Unit]:
         """Admits a unit after its use in a forward, when it is free. Returns the units to reshard. One may stay,
         however large it is."""
@@ -137,7 +133,7 @@ class Uses:
             if unit.residency.unsharded:
                 if self.keeping:
                     return  # a pass since the step has gathered it, and the units after it
-                left -= self.turn.ahead_bytes(unit)
+                left -= 0 if unit.users else self.turn.get(unit, 0)
                 continue
             enough = left <= 0 or (left < unit.nbytes and left < self.turn.prefetch_bytes)
             if enough or (updating and unit.updating and self._ranks.shard.size > 1):

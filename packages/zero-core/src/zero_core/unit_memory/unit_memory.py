@@ -108,11 +108,6 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     return found
 
 
-def secondary_bytes(nbytes: int, ranks_per_machine: int) -> int:
-    """Returns the bytes that stay on each rank, for a unit of `nbytes` with padding."""
-    return nbytes // ranks_per_machine
-
-
 @dataclass(frozen=True)
 class UnitContext:
     """The ranks, the store and the buffers of one sharded model, and the observer of its transfers."""

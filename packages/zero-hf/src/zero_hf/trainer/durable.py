@@ -75,8 +75,7 @@ class DurableTrainer(Trainer):
         if self.zero_config.durable is None:
             return super()._inner_training_loop(*given, **options)
         self.create_optimizer()
-        kept = self._zero_kept
-        assert kept is not None
+        kept: Any = self._zero_kept
         kept.trained = True
         if kept.found is not None or self._zero_made is not None:
             self._zero_refuse_another_checkpoint(self._zero_made or kept.where)
@@ -175,9 +174,8 @@ class DurableTrainer(Trainer):
 class _Kept:
     """A Trainer's steps on disk: finds the last one when it is built, and adds the Trainer's state to each new one."""
 
-    def __init__(self, trainer: DurableTrainer, run: Run) -> None:
-        optimizer = run.optimizer
-        assert optimizer is not None
+    def __init__(self, trainer: Any, run: Run) -> None:
+        optimizer: Any = run.optimizer
         self._trainer, self._device = trainer, zero_core.handle(run.model).ranks.device
         self._slab, self._history = run.slab, list[str]()
         self.trained = self.ended = False
@@ -207,7 +205,6 @@ class _Kept:
     def _told(self) -> dict[str, Any]:
         """Returns the Trainer's data for a step. Called when the forward after the step begins."""
         trainer = self._trainer
-        assert trainer.lr_scheduler is not None
         return {
             "run": self.identity,
             "state": self._state(),

@@ -41,8 +41,7 @@ class _Arguments(TrainingArguments):
         return copyreg._reconstructor, (given, object, None), dict(self.__dict__)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = object.__new__(type(self))
-        memo[id(self)] = made
+        made = memo[id(self)] = object.__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 

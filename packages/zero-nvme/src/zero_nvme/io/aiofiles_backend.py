@@ -40,10 +40,8 @@ class PortableMailbox:
         os.eventfd_write(self._fd, 1)
 
     def take(self) -> list[int]:
-        try:
+        with suppress(BlockingIOError):  # there are no tokens
             os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass  # there are no tokens
         return [self._tokens.popleft() for _ in range(len(self._tokens))]
 
     def wait(self, timeout_seconds: float | None = None) -> bool:

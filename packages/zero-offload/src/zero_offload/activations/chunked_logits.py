@@ -66,8 +66,7 @@ class Head:
     @staticmethod
     def of(engine: Engine, model: nn.Module, rows: int | None, tokens: int | None) -> Head | None:
         """The model's head, if it is a plain linear layer that opens units of its own; else None."""
-        find = getattr(model, "get_output_embeddings", None)
-        head = find() if find is not None else None
+        head = getattr(model, "get_output_embeddings", lambda: None)()
         units = next((node.units for node in engine.nodes if node.module is head), None)
         if type(head) is not nn.Linear or units is None or engine.loss_scale is not None or "forward" in head.__dict__:
             return None
@@ -84,7 +83,7 @@ class Head:
 
     def _forward(self, given: Any) -> Any:
         if isinstance(given, _Asked):
-            return given.compute(self._original)
+            return given(self._original)
         weight = self.module.weight
         several = isinstance(given, Tensor) and given.dim() > 2  # whatever the rows, so that all ranks do the same
         graph = torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad)
@@ -161,11 +160,8 @@ class _Later:
         return torch.stack(losses[::-1]).sum()
 
 
-class _Asked:
+class _Asked(partial[Tensor]):
     """The argument with which the head's module is called to compute, so that its hooks gather the weights."""
-
-    def __init__(self, compute: Callable[..., Tensor]) -> None:
-        self.compute = compute
 
 
 class Logits(Tensor):

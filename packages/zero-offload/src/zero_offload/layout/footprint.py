@@ -217,11 +217,6 @@ class StorePlan:
             part = (self.durable_on, nbytes)
             yield Reserved(kind, part[0], (part,), count * (1 if tier.stored else 2) * (nbytes > 0))
 
-    @property
-    def stored_states(self) -> int:
-        """How many tiles have states on a stored tier."""
-        return sum(run.count * len(run.unit.stored_records()) for run in self.runs)
-
     @cached_property
     def copied_bytes(self) -> int:
         """Bytes of trained values in memory, which a durable store writes to disk besides the stored ones."""

@@ -283,7 +283,7 @@ def slots_of_units(
     edges = [k for k in range(1, len(sizes)) if sizes[k - 1][0] < sizes[k][0]]
     firsts = [small, *(k for k in edges if k > small and sizes[k - 1][0] <= largest // 16)]
     lasts = [len(sizes), *(k for k in edges if len(sizes) - k <= LARGE_UNITS)]
-    best = None
+    best: tuple[float, int, int, int, int] = math.inf, 0, 0, 0, 0
     for first, last in product(firsts, lasts):
         if first <= last:
             ahead = bisect_right(list(accumulate(sorted(wholes[first:last]))), prefetch_bytes)
@@ -292,9 +292,8 @@ def slots_of_units(
             count = min(last - first, max(most, ahead) + most + sum(opened))
             nbytes = sizes[last - 1][0] if first < last else 0
             total = ends[first] + count * nbytes + ends[-1] - ends[last]
-            if best is None or total < best[0]:
+            if total < best[0]:
                 best = total, first, last, count, nbytes
-    assert best is not None
     _, first, last, count, nbytes = best
     return tuple(sorted(i for _, i in (*sizes[:first], *sizes[last:]))), count, nbytes
 

@@ -202,8 +202,7 @@ class Holding:
             widens = shape.parameter_dtype.itemsize < FP32_BYTES
             device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
         if shape.secondary_shards:
-            for run in plan.runs:
-                device += run.count * unit_memory.secondary_bytes(self._unit_bytes(run), shape.ranks_per_machine)
+            device += sum(run.count * (self._unit_bytes(run) // shape.ranks_per_machine) for run in plan.runs)
         device += plan.device_scratch_bytes
         memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)

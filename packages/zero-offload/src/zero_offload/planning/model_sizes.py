@@ -215,8 +215,7 @@ class ModelSizes:
         }
         grouped, listed = core.cut_experts(model, expert_bytes, dtype if cast else None, classes, several=ranks > 1)
         linears |= _routed(model, grouped)
-        find = getattr(model, "get_output_embeddings", None)
-        head = find() if find is not None else None
+        head = getattr(model, "get_output_embeddings", lambda: None)()
         stacks = {each.stack.path: each.named().keys() for each in grouped}
         followed = followed_stacks(model, [each.stack for each in grouped], classes)
         last = {name for path, names in stacks.items() if path not in followed for name in names}

@@ -83,7 +83,8 @@ class Plan:
         stored = sum(self.bytes_of(tier, "optimizer") for tier in self.shape.tiers if tier.stored)
         if not stored:
             return None
-        slots, tiles = self.store.state_slots, self.store.stored_states
+        slots = self.store.state_slots
+        tiles = sum(run.count * len(run.unit.stored_records()) for run in self.store.runs)
         taken = bytes_shown(slots * self.store.state_slot_bytes)
         stay = 1 - sum(moved["optimizer_read"] for moved in self.account.moved.values()) / stored
         ways = f"least: slots={MINIMUM_SLOTS}, all: slots={max(MINIMUM_SLOTS, tiles)}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..core import Segment, ShardSpec, StoreContext, kind_of, resume
 from ..durable.generations import Generations
@@ -128,11 +129,7 @@ def slabs_to_move(
 
 
 def write_checkpoint(
-    slabs: Sequence[NamedByteStore],
-    folder: str | os.PathLike[str],
-    *,
-    step: UpdateStep,
-    optimizer: torch.optim.Optimizer,
+    slabs: Sequence[NamedByteStore], folder: str | os.PathLike[str], *, step: UpdateStep, optimizer: Optimizer
 ) -> tuple[int, Any]:
     """Writes the last generation that all `slabs` have as a checkpoint, which any number of ranks, stage, placement and
     tile size can load with zero_core.checkpoint.load. Returns its step, and the result of zero_core.resume's `extra`.

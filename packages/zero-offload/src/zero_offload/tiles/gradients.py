@@ -262,8 +262,7 @@ class GradientStore:
         Begins to read the `following` tile too, if a slot is free without waiting.
         """
         if tile not in hand:
-            slot = self.stored.take(tile) if dtype is None else self.begin_read(tile, dtype, wait=True, steal=True)
-            assert slot is not None
+            slot: Any = self.stored.take(tile) if dtype is None else self.begin_read(tile, dtype, wait=True, steal=True)
             hand[tile] = slot
         if following is not None and dtype is not None:
             ahead = self.begin_read(following, dtype, wait=False, steal=True)
