@@ -20,6 +20,7 @@ from torch import nn
 
 import zero_core
 import zero_offload
+from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.moe.expert_groups import find_stacks
 from zero_core.optim.contracts import declare
 from zero_train.data import tokens
@@ -58,7 +59,7 @@ class Assembled:
     optimizer: Any  # zero_core.ShardedOptimizer
     store: Any | None  # zero_offload.TieredStore; None: zero-core's device store
     timeline: Any  # zero_offload.Timeline
-    slab: Any | None  # zero_nvme.Slab; None: nothing is on nvme
+    slab: Any  # zero_nvme.Slab; None: nothing is on nvme
     resident_bytes: int  # in zero-core's device store, by the plan
     remarks: list[str]  # sentences for the user: the slab's backend, and whether the arena has huge pages
     rows: int | None = None  # of a batch that a recomputing block takes at a time; None: all
@@ -239,7 +240,7 @@ def assembled(
             optimizer = zero_core.shard(
                 draft.model,
                 draft.optimizer,
-                mesh=ranks.mesh(config.zero.replicas),
+                mesh=None if config.zero.replicas == 1 else mesh_of_replicas(config.zero.replicas),
                 param_dtype=None if dtype == torch.float32 else dtype,
                 loss_scale=zero_core.LossScale(**scale) if isinstance(scale, dict) else scale,
                 max_grad_norm=config.optim.max_grad_norm if clips else None,

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import zero_core
 import zero_offload
@@ -40,15 +40,13 @@ def go_on(ready: Assembled, config: Config, text: str, step: Callable[[], int]) 
         found = zero_core.resume(ready.model, ready.optimizer, extra=lambda: {"step": step(), **kept}).extra
     if found is None:
         return 0
-    assert ready.slab is not None
     slabs = f"{Path(config.run.dir).name}: {ready.slab.name}.slab in {', '.join(ready.slab.paths)}"
     if config.run.resume != "auto":
         raise ConfigError(
             f"run.dir={config.run.dir} has durable steps up to {found['step'] - 1} ({slabs}); continue them with "
             "run.resume=auto, name another folder with run.dir=…, or remove these files to begin anew"
         )
-    before = OmegaConf.create(found["config"])
-    assert isinstance(before, DictConfig)
+    before: Any = OmegaConf.create(found["config"])
     if differ := resume.identity(before, config):
         raise ConfigError(
             f"run.resume=auto: the durable steps of run.dir={config.run.dir} are another run's "

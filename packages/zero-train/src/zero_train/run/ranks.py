@@ -30,7 +30,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.device import backend_of
 from zero_core.errors import reached
 from zero_train.errors import ConfigError, RunError
@@ -57,10 +56,6 @@ class Ranks:
     def device(self) -> torch.device:
         """The device that this rank computes on."""
         return torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, self.local_rank)
-
-    def mesh(self, replicas: int) -> Any:
-        """Returns the DeviceMesh of `replicas` groups of consecutive ranks, None for one of all. Collective."""
-        return None if replicas == 1 else mesh_of_replicas(replicas)
 
     def mean(self, value: float) -> float:
         """Returns the mean over all ranks, the same bits on each. Collective."""

@@ -30,10 +30,11 @@ from zero_train.report.metrics import History, replace
 from zero_train.report.progress import Told, say
 from zero_train.run import assemble, durable, interrupt, planning, resume
 from zero_train.run import cpu_affinity as cores
-from zero_train.run.assemble import Assembled
+from zero_train.run.assemble import Assembled, Draft
 from zero_train.run.loop import Loop, passes_over, settle_steps
 from zero_train.run.probing import measured
 from zero_train.run.ranks import Ranks, joined, same_folder, same_text, together
+from zero_train.run.resume import Checkpoint
 from zero_train.run.run_folder import claimed
 from zero_train.schema import Config
 from zero_train.settings import checks
@@ -117,7 +118,8 @@ class Run:
                 pool = self.cores and self.cores.pool
                 self.say(together(ranks, lambda: measured(config, ranks, pool)))
                 return Outcome()
-            self.before_all()
+            if ranks.world_size > 1 and tokens.folder_of(config) is not None:  # one rank reads text into tokens
+                together(ranks, lambda: self._corpus() if ranks.leader else None)
             corpus, draft, plan = together(ranks, self.prepared)
             if corpus is not None:
                 source = f"data={config.data.kind}" if config.data.path is None else f"data.path={config.data.path}"
@@ -125,7 +127,7 @@ class Run:
             self._announce(corpus, draft, plan)
             return Outcome() if config.run.dry else self._run(corpus, draft, plan)
 
-    def _run(self, corpus: Any, draft: assemble.Draft, plan: zero_offload.Plan) -> Outcome:
+    def _run(self, corpus: Any, draft: Draft, plan: zero_offload.Plan) -> Outcome:
         config, ranks, folder = self.config, self.ranks, self.folder
         with ExitStack() as stack:
             unlocked = together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
@@ -141,12 +143,7 @@ class Run:
             return self.train_in(stack, corpus, draft, plan, checkpoint)
 
     def train_in(
-        self,
-        stack: ExitStack,
-        corpus: Any,
-        draft: assemble.Draft,
-        plan: zero_offload.Plan,
-        checkpoint: resume.Checkpoint | None,
+        self, stack: ExitStack, corpus: Any, draft: Draft, plan: zero_offload.Plan, checkpoint: Checkpoint | None
     ) -> Outcome:
         """Trains in the locked folder, from `checkpoint` on. `stack` holds the lock."""
         config, ranks = self.config, self.ranks
@@ -168,14 +165,14 @@ class Run:
                 self.say(f"run.resume=auto: no checkpoint in {self.folder}, beginning at step 1")
             return self._train(loop, ready, corpus, plan, done + 1)
 
-    def say_continued(self, checkpoint: resume.Checkpoint, more: Sequence[str] = ()) -> None:
+    def say_continued(self, checkpoint: Checkpoint, more: Sequence[str] = ()) -> None:
         """Says which run goes on, and how it differs from the saved one."""
         rest = "" if checkpoint.step < self.config.run.steps else ", the last: nothing is left to train"
         self.say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
         for remark in (resume.differing(checkpoint, self.config), *more):
             self.say(remark)
 
-    def _checkpoint(self) -> resume.Checkpoint | None:
+    def _checkpoint(self) -> Checkpoint | None:
         """Returns the checkpoint to continue from, the same on every rank."""
         found = together(self.ranks, lambda: resume.found(self.config))
         resume.not_past(found, self.config)
@@ -187,11 +184,6 @@ class Run:
             )
         return found
 
-    def before_all(self) -> None:
-        """Has one rank read the text into tokens before the other ranks prepare. Collective."""
-        if self.ranks.world_size > 1 and tokens.folder_of(self.config) is not None:
-            together(self.ranks, lambda: self._corpus() if self.ranks.leader else None)
-
     def _corpus(self) -> data.Corpus | None:
         """Returns the text of the run, or None in a dry run whose text a tokenizer would have to read."""
         config = self.config
@@ -201,7 +193,7 @@ class Run:
         self.tokenizer = pretrained.tokenizer_of(folder)
         return None if config.run.dry else tokens.load(config, self.tokenizer, folder, self.say)
 
-    def prepared(self) -> tuple[Any, assemble.Draft, zero_offload.Plan]:
+    def prepared(self) -> tuple[Any, Draft, zero_offload.Plan]:
         """Does everything that can lead to a refusal. It is quick and writes nothing."""
         config, ranks = self.config, self.ranks
         checks.values(config)
@@ -254,7 +246,7 @@ class Run:
             causal_lm.check_vocabulary(model, self.config.model, len(self.tokenizer))
         return corpus, model
 
-    def _announce(self, corpus: Any, draft: assemble.Draft, plan: zero_offload.Plan) -> None:
+    def _announce(self, corpus: Any, draft: Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self.config, self.ranks
         numel = causal_lm.numel(draft.model)
         planned = planning.described_ranks(plan.hardware, config, ranks)

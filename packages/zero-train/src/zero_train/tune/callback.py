@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from zero_offload import Plan
 from zero_train.report.metrics import History, Meter
 from zero_train.report.progress import Told
-from zero_train.run.assemble import Assembled, Draft
+from zero_train.run.assemble import Draft
 from zero_train.run.loop import evaluates
 from zero_train.tune import validation
 
@@ -18,9 +18,9 @@ from zero_train.tune import validation
 class Watch(TrainerCallback):
     """A Trainer's callback that measures steps, shows and writes them, and stops the trainer after a signal."""
 
-    ready: Assembled | None = None  # from the moment when the trainer makes its optimizer
+    ready: Any = None  # an Assembled, from the moment when the trainer makes its optimizer
     _told: Told  # from `begin` on
-    _meter: Meter | None = None  # from the first step on
+    _meter: Any = None  # a Meter, from the first step on
     _tokens = 0.0
 
     def __init__(self, run: Any, stack: ExitStack, draft: Draft, plan: Plan, done: int, validates: bool) -> None:
@@ -40,7 +40,6 @@ class Watch(TrainerCallback):
         return nullcontext() if self._meter is None else self._meter.phase(name)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        assert self.ready is not None
         self._meter = self._meter or Meter(self.ready, self.history)
         self._step.enter_context(self._meter.step(state.global_step + 1))
 
@@ -52,7 +51,6 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         run, number, ready = self.run.config.run, state.global_step, self.ready
-        assert ready is not None
         signal = self.run.ranks.most(self.run.asked.signal)
         last = bool(signal) or number == run.steps
         if last:
@@ -91,7 +89,6 @@ class Watch(TrainerCallback):
             self._told.validation(number, logs["eval_loss"], self.run.unit, logs.get("eval_accuracy"))
         if "loss" not in logs:
             return
-        assert self._meter is not None
         before, self._tokens = self._tokens, float(logs.get("num_tokens", 0))
         if "reward" in logs and (number % run.report_every == 0 or number == run.steps):
             self.run.say(f"step {number}: mean reward {logs['reward']:.4f}")

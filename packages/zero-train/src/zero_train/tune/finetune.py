@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -22,9 +22,11 @@ from zero_train.data import row_sets
 from zero_train.errors import ConfigError, RunError, told
 from zero_train.model import folders, pretrained
 from zero_train.report.metrics import History, replace
-from zero_train.run import assemble, resume, train
+from zero_train.run import resume, train
+from zero_train.run.assemble import Assembled, Draft
 from zero_train.run.loop import passes_over
 from zero_train.run.ranks import together
+from zero_train.run.resume import Checkpoint
 from zero_train.run.train import Outcome
 from zero_train.schema import Config
 from zero_train.settings import checks, placement
@@ -36,7 +38,7 @@ _ORDER = 3  # version of the rows' order and of the held-out part: raise it when
 _DATA = "data.json"  # in the run folder: which rows the run learns from, for run.resume=auto; how many are cut
 
 
-def run(config: Config, on_end: Callable[[assemble.Assembled], None] | None = None) -> Outcome:
+def run(config: Config, on_end: Callable[[Assembled], None] | None = None) -> Outcome:
     """Runs `config` on this rank, as `train.run` does."""
     return train.run(config, on_end, FineTune)
 
@@ -45,7 +47,6 @@ def run(config: Config, on_end: Callable[[assemble.Assembled], None] | None = No
 class FineTune(train.Run):
     """A run of one of TRL's trainers on one rank."""
 
-    tokenizer: Any = None
     arguments: Any = None  # of TRL
     size: int = 0  # rows of a pass, or sequences of packed rows
     counts: dict[str, dict[str, int]] = field(default_factory=dict)  # of rows that data.sequence_length cuts, by part
@@ -108,12 +109,7 @@ class FineTune(train.Run):
         return "\n".join(said)
 
     def train_in(
-        self,
-        stack: ExitStack,
-        read: Any,
-        draft: assemble.Draft,
-        plan: zero_offload.Plan,
-        checkpoint: resume.Checkpoint | None,
+        self, stack: ExitStack, read: Any, draft: Draft, plan: zero_offload.Plan, checkpoint: Checkpoint | None
     ) -> Outcome:
         """Shards the model when the trainer asks for it, trains, evaluates and saves."""
         import transformers
@@ -140,7 +136,7 @@ class FineTune(train.Run):
                 trainer.state = transformers.TrainerState.load_from_json(str(checkpoint.folder / resume.TRAINER_STATE))
             else:
                 trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
-            ready = cast(assemble.Assembled, watch.ready)
+            ready = watch.ready
             ready.wait()
             signal = ranks.most(self.asked.signal)
             if signal:
@@ -157,7 +153,7 @@ class FineTune(train.Run):
         self.say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, watch.history)
 
-    def _ended(self, checkpoint: resume.Checkpoint) -> bool:
+    def _ended(self, checkpoint: Checkpoint) -> bool:
         """Whether nothing is left to train after this checkpoint."""
         run = self.config.run
         if checkpoint.step == run.steps or run.patience is None:
