@@ -132,6 +132,18 @@ def test_a_run_of_auto_that_goes_on_beside_another_card_keeps_its_placements(run
     assert 0 < planned["optimizer"]["device"] < 1
 
 
+@pytest.mark.promise("planned-again", "update-share")
+def test_a_run_that_goes_on_keeps_the_share_that_the_device_updates(on, needs_device, tmp_path):
+    needs_device("a tier of its own")
+    saved = ("offload=host", "run.checkpoint_every=2", f"run.dir={tmp_path / 'run'}")
+    with stopped_after(2):
+        first = trained(tmp_path / "run", *on, *saved, "+hardware.update_share=0.5")
+    rest = trained(tmp_path / "run", *on, *saved, "run.resume=auto")
+    whole = trained(tmp_path / "whole", *on, "offload=host", "offload.update_share=0.5")
+    assert (first.losses + rest.losses, rest.digest) == (whole.losses, whole.digest)
+    assert whole.digest != trained(tmp_path / "host", *on, "offload=host").digest, "the share decides nothing here"
+
+
 @pytest.mark.promise("durable-planned")
 def test_a_durable_run_of_auto_goes_on_after_another_process_has_taken_the_devices_memory(
     run, on, device, needs_device, tmp_path

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from . import core
 from .core import JointOptimizer, Segment, UnsupportedOptimizerError, kind_of
 from .core import single_parameter as by_itself
+from .errors import PlacementError
 from .protocols import ENDED, Field, Started, StartingStep, TileView, UpdateSegment, UpdateStep
 from .torch_step import TorchStep, master_fields, pieces_of
 
@@ -57,6 +58,21 @@ def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: b
         step = UncutStep(step)
     step.bind(optimizer)
     return step
+
+
+def visiting_step(step: UpdateStep, optimizer: torch.optim.Optimizer) -> TorchStep:
+    """The step of tiles that are not uncut on a discrete device, bound. Raises PlacementError where there is none."""
+    if isinstance(step, UncutStep):
+        optimizer = step.elementwise or optimizer
+        step = step.step
+    try:
+        there = TorchStep(getattr(step, "layout_name", ""))
+        there.bind(optimizer)
+    except (TypeError, ValueError) as error:
+        raise PlacementError(
+            f"update_share is for AdamW, Adam and SGD of torch.optim with states in fp32 ({error}): leave it out"
+        ) from error
+    return there
 
 
 def names_of(step: UpdateStep, segment: Segment) -> tuple[str, ...]:
@@ -92,7 +108,7 @@ class UncutStep:
     def __init__(self, step: UpdateStep) -> None:
         self.step, self.accumulate, self.chunk_norms_squared = step, step.accumulate, step.chunk_norms_squared
         self._plain = TorchStep()  # stores the masters of uncut tiles
-        self._elementwise = False  # whether the optimizer has an elementwise member, whose parameters may be cut
+        self.elementwise: Any = None  # the optimizer's elementwise member, whose parameters may be cut; None: no such
         self._optimizer: Any = None
         self._kept: dict[int, core.KeptStates] = {}  # by the first group of each member that needs parameters whole
         self._first: list[int] = []  # by group, the first group of its member
@@ -118,7 +134,7 @@ class UncutStep:
                 "to an optimizer that needs whole parameters, as Muon does, they take one elementwise optimizer. Merge "
                 "the elementwise ones into one, with a group for each rate"
             )
-        self._elementwise = bool(elementwise)
+        self.elementwise = elementwise[0] if elementwise else None
         if elementwise:
             self.step.bind(elementwise[0])
             shaped = (name for kept in self._kept.values() for name in kept.shaped)
@@ -129,7 +145,7 @@ class UncutStep:
         return self._groups.get(id(parameter))
 
     def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
-        return self.step.layout(numel, parameter_dtype) if self._elementwise else ()
+        return self.step.layout(numel, parameter_dtype) if self.elementwise is not None else ()
 
     def uncut_layout(self, segment: Segment, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
         """The state fields of an uncut tile of `numel` elements, the segment and the padding behind it. A field may
@@ -181,12 +197,12 @@ class UncutStep:
 
     def state_names(self) -> tuple[str, ...]:
         names = [name for kept in self._kept.values() for name in kept.tensors]
-        return tuple(dict.fromkeys((*(self.step.state_names() if self._elementwise else ()), *names)))
+        return tuple(dict.fromkeys((*(self.step.state_names() if self.elementwise is not None else ()), *names)))
 
     def names_of(self, segment: Segment) -> tuple[str, ...]:
         """Those of `state_names` that this segment has, uncut or not."""
         if not segment.uncut or segment.group is None:
-            return tuple(self.step.state_names()) if self._elementwise else ()
+            return tuple(self.step.state_names()) if self.elementwise is not None else ()
         found = self._states_of(segment.group, segment.uncut_shape)
         return tuple(n for n in self._kept[self._first[segment.group]].tensors if found.get(n) is not None)
 

@@ -34,6 +34,7 @@ LARGE_UNITS = 4  # most units, such as an embedding and a head, that have slots 
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
 MOST_VISITS = 3  # uncut tiles on a discrete device: one copied up, one being updated, one copied down
+VISIT_BYTES = 24  # scratch per element of another tile that a discrete device updates: see `_adam` in torch_step.py
 STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients that cannot go straight to their place
 
 
@@ -42,7 +43,7 @@ class Shards:
 
     `shards`: pairs of a shard and the number of consecutive shards like it. `landing_dtype`: with a discrete device,
     the dtype of reduced gradients that it sends. `gradient_itemsize`: bytes of a kept gradient per element
-    (`ElementBytes.gradient`). `tiers`: all tiers, fast to slow.
+    (`ElementBytes.gradient`). `tiers`: all tiers, fast to slow. `update_share`: see `cut`; 0 without a discrete device.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Shards:
         landing_dtype: torch.dtype | None = None,
         gradient_itemsize: int = FP32_BYTES,
         tiers: tuple[Tier, ...] = TIERS,
+        update_share: float = 0.0,
     ) -> None:
         shards = list(shards)
         check_tile_numel(tile_numel)
@@ -70,7 +72,9 @@ class Shards:
         self.cut: list[UnitRun] = []
         self.numel = self.trained_numel = 0
         for number, (spec, count) in enumerate(shards):
-            unit = PlacedUnit(spec, cut(number, spec, tile_numel), (), (), (), (), self.discrete)
+            share = update_share if self.discrete else 0.0
+            tiles = cut(number, spec, tile_numel, discrete=self.discrete, update_share=share)
+            unit = PlacedUnit(spec, tiles, (), (), (), (), self.discrete)
             self.cut.append(UnitRun(unit, count, self.numel, self.trained_numel))
             self.numel += count * spec.numel
             self.trained_numel += count * spec.numel * spec.trained
@@ -129,16 +133,17 @@ class Shards:
         return max((self._step.scratch_bytes(group, shape) for group, shape in uncut), default=0)
 
     def _visiting(self, runs: Iterable[UnitRun]) -> int:
-        """Bytes of the uncut tiles that are on a discrete device at once for their updates: see
-        `device_link.py`.
+        """Bytes of the tiles that visit a discrete device at once for their updates, and of the scratch of one that is
+        not uncut: see `device_link.py`.
 
         Of the tiles whose parameters have their home there, at most one is counted.
         """
-        found, at_home, total, room = Counter[int](), 0, 0, MOST_VISITS
+        found, at_home, total, room, largest = Counter[int](), 0, 0, MOST_VISITS, 0
         for run in runs:
             if not run.unit.whole:
                 for tile, record in zip(run.unit.tiles, run.unit.records, strict=True):
-                    if tile.uncut is not None:
+                    if tile.visits and tile.trainable:
+                        largest = max(largest, tile.numel * (tile.uncut is None))
                         nbytes = 0 if record is None else record.nbytes
                         nbytes += tile.numel * (run.unit.spec.dtype.itemsize + self._gradient_itemsize)
                         found[nbytes] += 0 if run.unit.home else run.count
@@ -147,7 +152,7 @@ class Shards:
         for nbytes, count in sorted(found.items(), reverse=True):
             total += nbytes * min(count, room)
             room -= min(count, room)
-        return total
+        return total + VISIT_BYTES * largest
 
     def _placed(
         self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]

@@ -62,7 +62,8 @@ class Record:
 @dataclass(frozen=True)
 class Tile:
     """Elements [start, stop) of unit `unit`'s shard. `trainable`: whether any element has a state. `uncut`: the
-    parameter that it is, if the optimizer needs that whole."""
+    parameter that it is, if the optimizer needs that whole. `visits`: a discrete device updates it, wherever it is
+    kept."""
 
     unit: int
     index: int  # within the shard
@@ -71,6 +72,7 @@ class Tile:
     trainable: bool
     name: str = field(compare=False)
     uncut: Segment | None = field(default=None, compare=False)
+    visits: bool = field(default=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -80,15 +82,26 @@ class Tile:
         return f"tile {self.index} of {self.name}"
 
 
-def cut(unit: int, spec: ShardSpec, tile_numel: int) -> tuple[Tile, ...]:
-    """The tiles of a shard; none for an empty one."""
+def cut(
+    unit: int, spec: ShardSpec, tile_numel: int, *, discrete: bool = False, update_share: float = 0.0
+) -> tuple[Tile, ...]:
+    """The tiles of a shard; none for an empty one. A discrete device updates uncut tiles, and `update_share` of the
+    others, spread evenly."""
     tiles: list[Tile] = []
+    others = 0  # tiles so far that are not uncut
     for first, last, uncut in stretches(spec):
         for start in range(first, last, tile_numel if uncut is None else last - first):
             stop = last if uncut is not None else min(start + tile_numel, last)
             trainable = any(s.group is not None and s.start < stop and s.stop > start for s in spec.segments)
-            tiles.append(Tile(unit, len(tiles), start, stop, trainable, spec.name, uncut))
+            visits = discrete if uncut is not None else _in_share(others, update_share)
+            others += uncut is None
+            tiles.append(Tile(unit, len(tiles), start, stop, trainable, spec.name, uncut, visits))
     return tuple(tiles)
+
+
+def _in_share(k: int, share: float) -> bool:
+    """Whether tile k is in the share: of any n tiles from the first on, `share * n` are, rounded."""
+    return int((k + 1) * share + 0.5) > int(k * share + 0.5)
 
 
 def segment_steps(
@@ -119,6 +132,15 @@ def record_of(step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int, 
 
 
 # -- placements: a tier, or fractions of tiers -------------------------------------------------------------------------
+
+
+def check_update_share(share: object) -> None:
+    """Raises PlacementError unless `share` is a number from 0 to 1."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise PlacementError(
+            f"update_share={share!r} is not a number from 0 to 1: it is the part of the tiles with states outside of "
+            "the device that the device updates. Leave it out for 0"
+        )
 
 
 def shares(placement: Placement, kind: str, tiers: Sequence[Tier] = TIERS) -> dict[Tier, float]:

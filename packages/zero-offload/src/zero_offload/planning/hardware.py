@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ..layout.tile import check_update_share
 from ..tier import Tier
 
 GIB = 1 << 30
@@ -103,6 +104,7 @@ class Hardware:
     link_gbps: float | None = None  # a rank: host to device, from registered memory; not used on the CPU
     link_out_gbps: float | None = None  # a rank: device to host; None: as host to device
     link_mixed_gbps: float | None = None  # a rank: both directions at once, summed; None: neither slows the other
+    update_share: float = 0.0  # of the tiles with states outside of the device, the part that it updates; 0 to 1
     update_gbps: float | None = None  # a node: bytes an optimizer step on the host moves, see `UpdateTraffic`
     nvme_read_gbps: float | None = None  # a path
     nvme_write_gbps: float | None = None  # a path
@@ -117,6 +119,8 @@ class Hardware:
             if field.name in ("nodes", "ranks_per_node", "nvme_paths"):
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise HardwareError(f"{field.name} is {value!r}; it is a count of at least 1")
+            elif field.name == "update_share":
+                check_update_share(value)
             elif field.name == "tflops" and isinstance(value, Mapping):
                 for name, figure in value.items():
                     if name not in FORMATS:

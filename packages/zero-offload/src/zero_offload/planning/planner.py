@@ -16,7 +16,7 @@ from torch import nn
 
 from ..layout.footprint import KINDS, StorePlan
 from ..layout.store_plan import MINIMUM_SLOTS
-from ..layout.tile import Placement, device_share
+from ..layout.tile import Placement, check_update_share, device_share
 from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with
 from .auto_placement import best, choose_batch, given_placements
@@ -242,6 +242,7 @@ def plan(
     secondary_shards: bool | int = False,
     rank: int | None = None,
     durable: bool = False,
+    update_share: float | None = None,
 ) -> Plan:
     """Plans one rank's memory and step.
 
@@ -262,8 +263,9 @@ def plan(
     that does: a half, a quarter and so on, down to 256. `whole_logits`: the loss needs all logits at once also with
     `rows` or `tokens_at_once`, as under a loss scale, or where it is not `torch.nn.functional.cross_entropy`.
     `durable`: for a durable store, which writes each updated tile in each step; the plan's bytes do not include
-    `durable_bytes`. `host_bytes` overrides this rank's share of the host's memory. Without `hardware` nothing is
-    refused, and "auto" means host, or all rows and tokens.
+    `durable_bytes`. `update_share`: the part of the tiles with states outside of a discrete device that the device
+    updates, rounded in each unit; None: that of `hardware`. `host_bytes` overrides this rank's share of the host's
+    memory. Without `hardware` nothing is refused, and "auto" means host, or all rows and tokens.
 
     Raises `PlanError` where a budget is too small, which names the tier, the bytes missing and ways out; ValueError for
     an impossible placement.
@@ -277,6 +279,10 @@ def plan(
     """
     tiers, discrete = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
     given = given_placements(tiers, discrete, parameters=parameters, gradients=gradients, optimizer=optimizer)
+    share = (hardware.update_share if hardware and discrete else 0.0) if update_share is None else update_share
+    check_update_share(share)
+    if share and hardware is not None and not discrete:
+        raise ValueError(f"update_share={share} needs a device with memory of its own: leave it out on a CPU")
     batch = batch_of(tokens, accumulate, micro_batch, rows, tokens_at_once, whole_logits, activations)
     own, reduced = dtypes_of(model)
     dtype = parameter_dtype or own
@@ -310,6 +316,7 @@ def plan(
         discrete=discrete,
         tiers=tiers,
         durable=durable,
+        update_share=share,
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     cut, everybody = expert_bytes if stage == 3 else None, shape.shard_count * shape.replicas

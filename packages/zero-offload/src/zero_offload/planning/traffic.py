@@ -75,6 +75,7 @@ class Shape:
     discrete: bool = False  # the device tier is not host memory
     tiers: tuple[Tier, ...] = TIERS  # fast to slow
     durable: bool = False  # each updated tile is written in each step
+    update_share: float = 0.0  # of the tiles whose states are not on the discrete device, the part that it updates
 
     @property
     def ranks(self) -> int:
@@ -133,6 +134,7 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
         landing_dtype=shape.reduce_dtype if shape.discrete else None,
         gradient_itemsize=shape.gradient_itemsize,
         tiers=shape.tiers,
+        update_share=shape.update_share,
     )
 
 
@@ -153,7 +155,7 @@ def loads_of(sizes: ModelSizes, shape: Shape) -> list[int]:
 class Account:
     """Bytes that one step moves. `moved`: by stored tier and purpose; `updated`: memory traffic of the update.
 
-    visits: bytes to a discrete device, and back, of uncut tiles that it updates for another tier. flop: of the matrix
+    visits: bytes to a discrete device, and back, of tiles that it updates for another tier. flop: of the matrix
     products in updates of uncut tiles, by the tier of their states (the device, or another) and dtype.
     """
 
@@ -257,7 +259,7 @@ def _of_updates(
             if tile.uncut is not None:
                 products, dtype = flop_of(shape.step, tile.uncut)
                 flop[where, dtype] += count * products
-            if record is not None and tile.uncut is not None and shape.discrete:
+            if record is not None and tile.visits:
                 back += count * (record.nbytes + tile.numel * size)
                 there += count * (record.nbytes + tile.numel * (size + shape.gradient_itemsize))
             elif record is not None:

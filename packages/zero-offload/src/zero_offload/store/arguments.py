@@ -15,7 +15,7 @@ from ..durable.generations import Generations
 from ..errors import BudgetError, GenerationError, OffloadError, PlacementError, gib
 from ..layout.footprint import STATE_KINDS, StorePlan
 from ..layout.store_plan import plan_store
-from ..layout.tile import check_tile_numel, shares
+from ..layout.tile import check_tile_numel, check_update_share, shares
 from ..memory.arena import HostBudget
 from ..memory.transfers import Stores
 from ..protocols import UpdateStep
@@ -35,14 +35,15 @@ class Arguments:
         layout["tiers"] = tiers_with(stores)
         if plan is not None:
             layout |= {**plan.placements, "tile_numel": plan.tile_numel, "slots": plan.slots, "tiers": plan.shape.tiers}
-            accumulate = plan.shape.arriving
+            accumulate, layout["update_share"] = plan.shape.arriving, plan.shape.update_share
+        check_update_share(layout["update_share"])
         for kind in STATE_KINDS:
             for tier, share in shares(layout[kind], kind, layout["tiers"]).items():
                 if share > 0 and tier.stored and tier not in stores:
                     raise PlacementError(f"{kind}={layout[kind]!r} needs {tier.argument}")
         check_tile_numel(layout["tile_numel"])
         self._stores, self._accumulate, self._planned, self._layout = stores, accumulate, plan, layout
-        self.durable = durable
+        self.durable, self.update_share = durable, layout["update_share"]
         self.budget = layout["host_bytes"] if isinstance(layout["host_bytes"], HostBudget) else None
 
     def plan(self, shards: Sequence[ShardSpec], step: UpdateStep, context: StoreContext, discrete: bool) -> StorePlan:
@@ -56,6 +57,8 @@ class Arguments:
                 "shard() keeps whole gradients until the step, as stage=1 and find_unused_parameters=True ask for, and "
                 "this store's plan counts no memory for them: give zero_offload.plan the same arguments as shard()"
             )
+        if self.update_share and not discrete:
+            raise PlacementError(f"update_share={self.update_share} needs a device besides the CPU: leave it out here")
         with nullcontext() if self.budget is None else self.budget.explained():
             plan = plan_store(
                 shards,

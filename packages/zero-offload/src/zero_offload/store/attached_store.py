@@ -160,7 +160,9 @@ class Attached:
         budget: HostBudget | None,
         make_streams: Callable[[Tensor], Streams] | None,
         generations: Generations | None = None,
+        there: UpdateStep | None = None,
     ) -> None:
+        """there: as in `Shared`."""
         self.plan, self._context, self._step, self._stores = plan, context, step, stores
         self.generations: Any = generations  # None: the store is not durable, and no call below is made
         self.monitor = monitor = Monitor(stores.in_flight.timeline, context.observer)
@@ -169,7 +171,7 @@ class Attached:
             self.arena = arena = arena_of(context.device, plan.arena_bytes, budget)
             undone.callback(arena.close)
             streams = None if make_streams is None else make_streams(arena.whole())
-            shared = Shared(plan, context, step, arena, stores, monitor, generations, streams)
+            shared = Shared(plan, context, step, arena, stores, monitor, generations, streams, there)
             self.path = path = HostPath(shared) if streams is None else DevicePath(shared, streams)
             states, self.order, self._pools = StateStore(shared), shared.order, shared.pools
             self.values = Values(plan.units, path.host, states, step)

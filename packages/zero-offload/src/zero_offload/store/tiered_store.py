@@ -24,7 +24,7 @@ from ..streams import Streams, streams_of
 from ..tiles.value_access import PinnedValues
 from ..timeline import Timeline
 from ..torch_step import TorchStep
-from ..uncut_step import UncutStep, step_for
+from ..uncut_step import UncutStep, step_for, visiting_step
 from ..update_thread.pipeline import tasks_of
 from .arguments import Arguments
 from .attached_store import COMMITS, Attached
@@ -49,6 +49,9 @@ class TieredStore(ShardStore):
     durable: each step stays on nvme as a generation, from which another process can continue after this one is killed:
         see zero_core.resume. nvme is then a NamedByteStore, such as zero_nvme.Slab([path], name="run"), with room for
         all trained values twice. True: steps survive a power cut; "process": they survive only the end of the process.
+
+    update_share: the part of the tiles with states outside of a discrete device that the device updates all the same,
+        from 0 to 1, rounded in each unit; `plan` has its own. For AdamW, Adam and SGD of torch.optim, states in fp32.
 
     On the CPU the device tier is host memory. A discrete device has whole units, and a unit's gradient iff it has the
     states; the update then runs there, by torch's own optimizer, and has that one's bits, not the step's. So does that
@@ -88,12 +91,13 @@ class TieredStore(ShardStore):
         streams: Callable[[Tensor], Streams] | None = None,
         tiers: Mapping[str, ByteStore] | None = None,
         durable: bool | str = False,
+        update_share: float = 0.0,
     ) -> None:
         self.timeline = Timeline()
         self.stores = Stores(tiers or {}, nvme, InFlight(self.timeline))  # the stored tiers, which activations share
         self._arguments = Arguments(
             self.stores, plan, accumulate, durable, parameters=parameters, gradients=gradients, optimizer=optimizer,
-            tile_numel=tile_numel, slots=slots, host_bytes=host_bytes,
+            tile_numel=tile_numel, slots=slots, host_bytes=host_bytes, update_share=update_share,
         )  # fmt: skip
         self.overlap, self._make_streams = overlap, streams
         self.step: UpdateStep = TorchStep() if step is None else step
@@ -119,8 +123,9 @@ class TieredStore(ShardStore):
                 transfers.store.reserve(nbytes)
         self.timeline.of_rank(context.rank)
         try:
+            there = visiting_step(self.step, optimizer) if self._arguments.update_share else None
             budget = self._arguments.budget
-            self._attached = Attached(plan, context, self.step, self.stores, budget, make_streams, generations)
+            self._attached = Attached(plan, context, self.step, self.stores, budget, make_streams, generations, there)
             self._attached.lay_out(optimizer, initial)
         except BaseException:
             with suppress(Exception):

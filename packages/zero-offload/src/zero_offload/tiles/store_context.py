@@ -57,8 +57,9 @@ class Order:
 class Shared:
     """The plan of one store, its memory, its tiers and the monitor of its threads.
 
-    generations: None: it is not durable. streams: of a discrete device; None: the compute device is the CPU. pools: all
-    slots through which values of stored tiers pass.
+    generations: None: it is not durable. streams: of a discrete device; None: the compute device is the CPU. there:
+    updates tiles that visit that device and are not uncut; None: there are none. pools: all slots through which values
+    of stored tiers pass.
     """
 
     plan: StorePlan
@@ -69,6 +70,7 @@ class Shared:
     monitor: Monitor
     generations: Generations | None = None
     streams: Streams | None = None
+    there: UpdateStep | None = None
     order: Order = field(default_factory=Order)
     pools: list[Slots[Block]] = field(default_factory=list)
 

@@ -19,7 +19,7 @@ A step with cores of its own is given the next tiles while it works on one, if t
     this thread         s0 s1 s2    c0 s3     c1 s4       s: start a tile; c: complete it (write it back, free slots)
 So the step has its next tile at hand even while this thread does its own work, or waits for the interpreter's lock
 because another thread is launching kernels. Until a tile is completed, only the step touches its record and parameter.
-Uncut tiles that visit a discrete device are started and completed in the same row, at most MOST_VISITS at a time.
+Tiles that visit a discrete device are started and completed in the same row, at most MOST_VISITS at a time.
 """
 
 from __future__ import annotations
@@ -111,10 +111,12 @@ class Pipeline:
     def __init__(
         self, shared: Shared, host: ParameterStore, gradients: GradientStore, states: StateStore, done: Call
     ) -> None:
-        """done: called on the update thread after each unit. A discrete device updates uncut tiles, see `Visits`."""
+        """done: called on the update thread after each unit. A discrete device updates tiles that visit it, see
+        `Visits`."""
         self._host, self._gradients, self._states = host, gradients, states
         step, monitor = shared.step, shared.monitor
         self._step, self._monitor, self._in_flight, self._pools = step, monitor, shared.in_flight, shared.pools
+        self._there = shared.there
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         streams, self._unit_done = shared.streams, done
         self._visits = None if streams is None else Visits(streams, shared.in_flight)
@@ -210,7 +212,7 @@ class Pipeline:
         return loaded.ready() and self._host.at_hand(loaded.task.tile)
 
     def _is_visit(self, loaded: _Loaded) -> bool:
-        return self._visits is not None and loaded.task.tile.uncut is not None
+        return self._visits is not None and loaded.task.tile.visits
 
     def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
         """Takes the tile's slots and begins its reads. None if that needs a wait and `wait` is off; a unit slot taken
@@ -249,8 +251,10 @@ class Pipeline:
             self._complete(started)
 
     def _begun(self, view: TileView, task: TileTask, scale: float) -> Started:
-        if self._visits is not None and view.uncut is not None:
-            return self._visits.start(view, lambda there: self._step.update(there, task.segments, scale))
+        if self._visits is not None and task.tile.visits:
+            step = self._step if view.uncut is not None else self._there
+            assert step is not None
+            return self._visits.start(view, lambda there: step.update(there, task.segments, scale))
         if self._starting is not None:
             return self._starting.start(view, task.segments, scale)
         self._step.update(view, task.segments, scale)

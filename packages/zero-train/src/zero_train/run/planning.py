@@ -120,6 +120,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             no_sync=holds_back(config),
             host_bytes=offload.host_bytes,
             durable=config.run.durable is not None,
+            update_share=offload.update_share,
             **shared_options(config),
         )
     except (ValueError, MemoryError, RuntimeError) as error:

@@ -141,8 +141,13 @@ def keep_batch(found: Checkpoint | None, config: Config, ranks: int) -> str:
     return f"run.accumulate={run.accumulate} in place of {given}: a step has run.global_batch={wanted} on {ranks} ranks"
 
 
-def keep_placements(found: Checkpoint | None, config: Config, ranks: int) -> None:
-    """Sets offload.planned to what offload=auto planned for the run that run.resume=auto continues on as many ranks."""
+def keep_plan(found: Checkpoint | None, config: Config, ranks: int) -> None:
+    """Sets what decides which tiles a GPU updates to the values of the run that run.resume=auto continues.
+
+    These are offload.update_share, and on as many ranks offload.planned, which offload=auto wrote.
+    """
+    if config.offload.update_share is None:
+        config.offload.update_share = _continued(found, config, "offload.update_share")
     planned = _continued(found, config, "offload.planned")
     if config.offload.kind == "auto" and planned is not None and len(planned) == ranks:
         config.offload.planned = OmegaConf.to_container(planned)

@@ -138,6 +138,8 @@ class Run:
                 same_folder(ranks, folder)
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
             durable.on_their_disks(config, ranks)
+            if plan.shape.discrete and config.offload.kind != "none":
+                config.offload.update_share = plan.shape.update_share
             if config.offload.kind == "auto" and plan.shape.discrete and config.run.durable is None:
                 config.offload.planned = ranks.gather(dict(plan.placements))
             return self.train_in(stack, corpus, draft, plan, checkpoint)
@@ -207,7 +209,7 @@ class Run:
         facts = planning.hardware(config, ranks) if config.run.dry else None
         count = planning.described_ranks(facts, config, ranks)
         self.batch_told = resume.keep_batch(found, config, count)
-        resume.keep_placements(found, config, count)
+        resume.keep_plan(found, config, count)
         read, model = self.read()
         self.settle(read)
         resume.not_past(found, config)
