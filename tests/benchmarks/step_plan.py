@@ -29,7 +29,10 @@ def planned(arguments: dict[str, Any], hardware: dict[str, Any], rows: int, step
 
 def automatic(arguments: dict[str, Any], step: Any, tile: dict[str, Any]) -> Any:
     """The plan for what is free here."""
-    return planned(arguments, free_here(arguments), arguments.get("most_rows", arguments["micro_batch"]), step, tile)
+    rows, how = arguments.get("most_rows", arguments["micro_batch"]), dict[str, Any](tile)
+    if arguments["name"] == "shared" and arguments.get("device") == "cuda":
+        how["update_share"] = arguments["update_share"]
+    return planned(arguments, free_here(arguments), rows, step, how)
 
 
 def free_here(arguments: dict[str, Any]) -> dict[str, Any]:

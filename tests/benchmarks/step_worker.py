@@ -124,7 +124,7 @@ def plain(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[],
 
 
 def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
-    """zero_core.shard: with a TieredStore where the name is one of TIERS, with what the planner says for `auto`.
+    """zero_core.shard: with a TieredStore where the name is one of TIERS, as the planner says for `auto` and `shared`.
 
     Arguments that others do not know: `slots` and `prefetch_bytes` in place of the tiers' own; `durable` steps;
     `activations`, what zero_offload.offload_activations is given; `expert_bytes`.
@@ -149,7 +149,7 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         return stack.enter_context(zero_nvme.Slab([folder], **kept))
 
     tile = {"tile_numel": arguments["tile_numel"]} if arguments.get("tile_numel") else {}
-    if name == "auto":
+    if name in ("auto", "shared"):
         step = zero_optim_cpu.CpuStep(layout=arguments.get("layout", "split"), cores=beside_gpu(arguments))
         plan = automatic(arguments, step, tile)
         told = {"predicted_seconds": plan.step_seconds}
@@ -164,7 +164,7 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         store = zero_offload.TieredStore(**placed, nvme=on_nvme, step=step, durable=durable, **sizes)
     model, batch = model_of(arguments)
     dtype = next(model.parameters()).dtype
-    optimizer: Any = optimizer_of(model, arguments, fused=name in ("none", "auto"))
+    optimizer: Any = optimizer_of(model, arguments, fused=name in ("none", "auto", "shared"))
     optimizer = zero_core.shard(
         model, optimizer, stage=3, store=store, prefetch_bytes=prefetch_bytes,
         max_grad_norm=1.0, expert_bytes=arguments.get("expert_bytes", 64 << 20),

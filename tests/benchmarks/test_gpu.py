@@ -118,7 +118,7 @@ def test_others_take_turns_with_ours_as_far_as_memory_goes():
     assert numel == sum(p.numel() for p in model.parameters())
     every = [name for stage in ("placements", "peers") for name in tables.STAGES[stage]]
     beside = ["none", "nvme", "plain", "fsdp2-host", "deepspeed-host"]
-    assert tables.groups(every, numel, (math.inf, math.inf)) == [["host", "floor", *beside], ["auto"]]
+    assert tables.groups(every, numel, (math.inf, math.inf)) == [["host", "floor", *beside], ["auto"], ["shared"]]
     peers, h100 = list(tables.STAGES["peers"]), (118 << 30, 78 << 30)  # GiB free of host and device
     assert tables.groups(peers, numel, h100) == [["host", "floor", *peers[:2]], peers[2:]]
 

@@ -30,7 +30,7 @@ STAGES = (  # the limits add up to four calls of ten minutes
     Stage("large", "tables", 300, 300, "a step of 6.5 B, or of --model 8b, by where its states lie"),
     Stage("timeline", "timeline", 100, 300, "kernels and copies of two steps"),
 )
-FIRST = {"facts": 100, "placements": 130, "peers": 150, "large": 175}  # with `--first`: one call of less than 570 s
+FIRST = {"facts": 95, "placements": 155, "peers": 140, "large": 165}  # with `--first`: one call of less than 570 s
 GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 
@@ -57,7 +57,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     given = parser.parse_args(arguments)
     if given.first:
-        given.stages, given.tokens, given.others, given.rounds = list(FIRST), [8192], ["auto", "deepspeed-host"], 2
+        given.stages, given.tokens, given.rounds = list(FIRST), [8192], 2
+        given.others = ["auto", "shared", "deepspeed-host"]
         given.device_gib = given.device_gib or 24.0
     if wrong := [how for name, how in given.stub if name not in names or how not in frame.STUBS]:
         parser.error(f"--stub: a stage and one of {', '.join(frame.STUBS)}, not {wrong}")

@@ -177,7 +177,8 @@ def loaded(piece: Piece) -> dict[str, float]:
 
     update, link: GB/s alone; update_loaded, link_loaded: beside each other. gain: elements updated a second by the host
     and by a device that is brought and gives back 12 bytes an element (parameter, remainder, two moments), over those
-    of the host alone. On a CPU a thread's copies inside of memory stand for the link.
+    of the host alone. share: of the tiles, for which both take as long. On a CPU a thread's copies inside of memory
+    stand for the link.
     """
     import torch
 
@@ -222,4 +223,4 @@ def loaded(piece: Piece) -> dict[str, float]:
     found["link_loaded"] = 2 * moved / beside(update, copies) / 1e9
     each = nbytes / tiles / probing.UPDATE_NUMEL  # bytes of an element
     host, device = found["update_loaded"] / each, found["link_loaded"] / 2 / 12
-    return found | {"gain": (host + device) / (found["update"] / each)}
+    return found | {"gain": (host + device) / (found["update"] / each), "share": device / (host + device)}

@@ -42,13 +42,14 @@ PER_PARAMETER = {  # about: bytes of host memory, and of the device's; None: all
     "floor": (0, 4),
     "none": (0, 18),
     "auto": (16, None),
+    "shared": (16, None),  # as auto, and the device updates the share of the other tiles that `facts` has found
     "nvme": (5, 0),
     "plain": (0, 18),
     "fsdp2-host": (20, 0),
     "deepspeed-host": (22, 0),
     "deepspeed-super-host": (26, 0),
 }
-STAGES = {"placements": ("none", "auto", "nvme"), "peers": ("plain", "fsdp2-host", "deepspeed-host")}
+STAGES = {"placements": ("none", "auto", "shared", "nvme"), "peers": ("plain", "fsdp2-host", "deepspeed-host")}
 STAGES["large"] = ("auto", "nvme")
 OTHERS = [name for name in PER_PARAMETER if name not in OURS]
 SPARE = (12 * GIB, 14 * GIB)  # of host and device: what the estimates leave out; activations of a turn
@@ -83,7 +84,8 @@ def run(piece: Piece) -> None:
     options, facts, found = worker_options(piece), piece.known("facts"), Found()
     wanted = STAGES[piece.options["stage"]]
     if piece.options["others"] is not None:
-        wanted = [name for name in piece.options["others"] if (name in STAGES["placements"]) == ("auto" in wanted)]
+        peers = set(OTHERS) - set(STAGES["placements"]) if "auto" not in wanted else ()
+        wanted = [name for name in piece.options["others"] if name in wanted or name in peers]
     if not wanted:
         print("nothing of this stage is among --others", flush=True)
         return
@@ -113,7 +115,9 @@ def worker_options(piece: Piece) -> dict[str, Any]:
     given |= {"tiny": piece.dry, "length": LENGTH, "checkpointing": True, "micro_batch": 1}
     probe = piece.known("facts").get("probe", {})
     given["probe"] = {} if "failed" in probe else probe
-    return given | {"most_rows": max(ROWS.values()), "sizes": {} if piece.dry else MODELS[piece.options["model"]]}
+    given["update_share"] = piece.known("facts").get("loaded", {}).get("share", 0.3)
+    given["most_rows"] = max(ROWS[tokens] for tokens in piece.options["tokens"])
+    return given | {"sizes": {} if piece.dry else MODELS[piece.options["model"]]}
 
 
 def free_bytes(options: dict[str, Any], facts: dict[str, Any]) -> tuple[float, float]:

@@ -5,14 +5,17 @@ import pytest
 from tests.device.zero_offload import runs
 
 PLACEMENTS = {name: (runs.BELOW | runs.MIXED)[name] for name in ("host", "nvme", "classic", "half", "device")}
+PLACEMENTS["shared"] = "host"  # and the device updates half of the tiles
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "host"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_nothing_but_the_norm_waits(device, needs_device, placement, activations, accumulate):
+    tiers = {"update_share": 0.5 * (placement == "shared")}
     with runs.discrete(device):
-        run = runs.Run(device, PLACEMENTS[placement], runs.sized(device, (512, 6, 64)), activations=activations)
+        sized = runs.sized(device, (512, 6, 64))
+        run = runs.Run(device, PLACEMENTS[placement], sized, activations=activations, tiers=tiers)
         try:
             for number in range(2):  # memory is found
                 run.step(number, accumulate)
