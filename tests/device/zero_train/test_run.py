@@ -4,6 +4,7 @@ Fails if host and nvme differ in a bit, if a run on the device strays from one w
 grows from step to step, or if a device that is full ends in anything but advice.
 """
 
+import gc
 import json
 import warnings
 from collections import Counter
@@ -198,6 +199,22 @@ def test_a_device_that_is_full_ends_the_run_with_a_way_out(device, needs_device,
     text = str(caught.value)
     assert "out of memory on the device tier: " in text and "the plan counted " in text
     assert "run.micro_batch" in text and "offload.activations=recompute" in text
+
+
+@pytest.mark.promise("device-full")
+def test_a_device_with_less_memory_than_it_was_said_to_have_ends_the_run_with_a_way_out(
+    device, needs_device, on, tmp_path
+):
+    needs_device("a device that is full apart from the host")
+    module = torch.get_device_module(device)
+    gc.collect()
+    module.empty_cache()
+    module.set_per_process_memory_fraction(0.0, device)
+    try:
+        with pytest.raises(RunError, match=r"of the budget are not there\. .* smaller than hardware\.device_gib=1: "):
+            trained(tmp_path / "run", *on, *small(1))
+    finally:
+        module.set_per_process_memory_fraction(1.0, device)
 
 
 @pytest.mark.promise("device-chosen")

@@ -88,6 +88,19 @@ def test_each_way_out_takes_bytes_from_the_tier_when_it_is_followed(given):
         assert plan(LLAMA, GPU, **given | change).total("device") < before.total("device"), way
 
 
+@pytest.mark.promise("device-full")
+def test_memory_that_the_plan_counts_on_and_the_device_does_not_give_is_said():
+    """Another process has it, or the card is smaller than it was said to be."""
+    small = plan(LLAMA, GPU, **HOST, activations="recompute", tokens=2048)
+    text = (
+        "Tried to allocate 2.00 GiB. 10.00 GiB is allocated by PyTorch, 1.00 GiB is reserved by PyTorch but unallocated"
+    )
+    found = str(raised(small, torch.OutOfMemoryError(text)))
+    assert "63.0 GiB of the budget are not there" in found and "end it" in found
+    assert "device_gib=80: give its real size" in found
+    assert "are not there" not in str(raised(small, full()))
+
+
 def test_fragments_that_would_hold_it_come_first():
     planned = plan(LLAMA, GPU, **HOST, activations="host", tokens=2048)
     assert "lower it with PYTORCH_CUDA_ALLOC_CONF" in str(raised(planned, full("1.00 GiB", "3.00 GiB")))

@@ -18,6 +18,7 @@ from .errors import OffloadError, gib
 from .layout.footprint import KINDS, STATE_KINDS
 from .layout.store_plan import slots_of_units
 from .planning.budgets import contents, moved, slower, unsharded_bytes
+from .planning.hardware import FRAGMENTS
 from .planning.planner import Plan
 from .planning.traffic import Shape
 from .tier import Tier
@@ -79,7 +80,7 @@ def _text(plan: Plan, tier: Tier, said: Mapping[str, int], error: BaseException)
         asked = str(error).strip() or type(error).__name__
     known = {"allocated": "{} are in tensors", "fragments": "{} in fragments", "free": "{} are free"}
     now = ", ".join(phrase.format(gib(said[name])) for name, phrase in known.items() if name in said)
-    facts = "; ".join(filter(None, (asked, now, _given(plan, where, tiers))))
+    facts = "; ".join(filter(None, (asked, now, _given(plan, where, tiers), _absent(plan, where, said))))
     return f"out of memory on the {where} tier: {facts}; lower it with {', or '.join(_ways(plan, tiers, said))}"
 
 
@@ -91,6 +92,18 @@ def _given(plan: Plan, where: str, tiers: tuple[Tier, ...]) -> str:
         f"the plan counted {gib(sum(parts.values()))}"
         + (f" of {gib(budget)}" if budget else "")
         + (f" ({contents(parts)})" if any(parts.values()) else "")
+    )
+
+
+def _absent(plan: Plan, where: str, said: Mapping[str, int]) -> str:
+    """What to do where the device ran out well below the plan's budget."""
+    budget = (plan.budgets.of(where) if plan.budgets else None) or 0
+    had = said.get("allocated", budget) + said.get("fragments", 0)
+    if where != Tier.DEVICE or had + said.get("asked", 0) > (1 - FRAGMENTS) * budget:
+        return ""
+    return (
+        f"{gib(budget - had)} of the budget are not there. Another process may use the device: end it. Or the device "
+        f"is smaller than device_gib={plan.hardware.device_gib if plan.hardware else 0:g}: give its real size"
     )
 
 

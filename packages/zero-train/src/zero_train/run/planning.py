@@ -193,12 +193,13 @@ def keyed(text: str, config: Config) -> str:
     if config.task.kind != "pretrain":  # the Trainer decides when to reduce
         text = text.replace("no_sync=False", "stage=2")
     text = text.replace("smaller units (TiledLinear)", "a model of smaller layers")
+    text = re.sub(r"(?<!\.)\bdevice_gib=", "hardware.device_gib=", text)
     text = re.sub(
         rf"^({'|'.join(placement.STATE_KINDS)})(?=: )", r"offload.\1", text.replace("tokens_at_once", "tokens")
     )
     text = text.replace("tokens a micro-batch", "tokens a micro-batch (run.micro_batch, data.sequence_length)")
     text = re.sub(r"""(?<![\w./-])(?P<name>[a-z_]+)=(?P<value>"\w+"|'\w+'|\w*)""", key, text)
-    return re.sub(r"(\boffload=\w+)(?: and \1)+\b", r"\1", text)  # one key places all kinds
+    return re.sub(r"(\boffload=\w+)( \(saves [^)]*\))?(?:(?: and |, or )\1\b(?: \(saves [^)]*\))?)+", r"\1\2", text)
 
 
 def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> str:

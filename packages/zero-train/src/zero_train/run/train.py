@@ -142,7 +142,8 @@ class Run:
                 config.offload.update_share = plan.shape.update_share
             if config.offload.kind == "auto" and plan.shape.discrete and config.run.durable is None:
                 config.offload.planned = ranks.gather(dict(plan.placements))
-            return self.train_in(stack, corpus, draft, plan, checkpoint)
+            with zero_offload.explained(plan):
+                return self.train_in(stack, corpus, draft, plan, checkpoint)
 
     def train_in(
         self, stack: ExitStack, corpus: Any, draft: Draft, plan: zero_offload.Plan, checkpoint: Checkpoint | None
@@ -282,7 +283,7 @@ class Run:
                 stack.callback(self._write_report, ready, loop.history, plan)
             text = corpus.digest if run.checkpoint_every else ""
             savings: list[Any] = []
-            with Told(folder, run, first - 1, ranks.leader) as told, zero_offload.explained(plan):
+            with Told(folder, run, first - 1, ranks.leader) as told:
                 signal = loop.run(
                     first, told, lambda step: savings.append(resume.save(folder, step, ready, config, ranks, text))
                 )

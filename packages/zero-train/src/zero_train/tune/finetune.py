@@ -129,7 +129,6 @@ class FineTune(train.Run):
                 replace(folder / _DATA, json.dumps({"digest": read.digest, "order": _ORDER, **self.counts}) + "\n")
                 stack.callback(lambda: self._write_report(watch.ready, watch.history, plan))
             watch.begin()
-            stack.enter_context(zero_offload.explained(plan))
             if checkpoint and self._ended(checkpoint):  # a Trainer would take one more step
                 trainer.create_optimizer_and_scheduler(config.run.steps)
                 trainer._load_optimizer_and_scheduler(str(checkpoint.folder))
