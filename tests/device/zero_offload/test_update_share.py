@@ -105,7 +105,7 @@ def test_the_device_holds_what_was_planned_and_keeps_none_of_it(device, needs_de
 
 def test_a_share_that_cannot_be_is_refused(device):
     for share in (1.5, -0.1, True, float("nan"), "half"):
-        with pytest.raises(PlacementError, match="is not a number from 0 to 1"):
+        with pytest.raises(PlacementError, match="is not a number from 0 to 1: .*Leave it out for 0"):
             TieredStore(update_share=share)
         with pytest.raises(ValueError, match="is not a number from 0 to 1"):
             Hardware(update_share=share)

@@ -6,6 +6,7 @@ grows from step to step, or if a device that is full ends in anything but advice
 
 import gc
 import json
+import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -117,16 +118,19 @@ def small(gib):
     return ("offload=auto", f"hardware.device_gib={gib}", "+hardware.device_reserved_gib=0")
 
 
+@pytest.mark.advice("To plan it anew after its last")
 @pytest.mark.promise("planned-again")
 def test_a_run_of_auto_that_goes_on_beside_another_card_keeps_its_placements(run, on, device, needs_device, tmp_path):
     """Fails if a tile is updated on the GPU before and on the CPU after, or the other way round: its bits differ."""
     needs_device("a tier of its own")
     whole, _ = run(*small(0.012))
-    saved = ("run.checkpoint_every=2", f"run.dir={tmp_path / 'run'}")
+    saved = ("run.checkpoint_every=2",)
     with stopped_after(2):
         first = trained(tmp_path / "run", *on, *small(0.012), *saved)
     with pytest.raises(ConfigError, match=r"device tier needs .* run\.resume=auto continues\. To plan it anew .*"):
-        trained(tmp_path / "run", *on, *small(0.006), *saved, "run.resume=auto")
+        trained(tmp_path / "run", *on, *small(0.008), *saved, "run.resume=auto")
+    other = shutil.copytree(tmp_path / "run", tmp_path / "other")
+    assert len(trained(other, *on, *small(0.008), "run.checkpoint_every=2", f"run.resume={other}").losses) == 2
     rest = trained(tmp_path / "run", *on, *small(1), *saved, "run.resume=auto")
     assert (first.losses + rest.losses, rest.digest) == (whole.losses, whole.digest)
     (planned,) = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["offload"]["planned"]
@@ -201,6 +205,7 @@ def test_a_device_that_is_full_ends_the_run_with_a_way_out(device, needs_device,
     assert "run.micro_batch" in text and "offload.activations=recompute" in text
 
 
+@pytest.mark.advice("Another process may use the device: end it")
 @pytest.mark.promise("device-full")
 def test_a_device_with_less_memory_than_it_was_said_to_have_ends_the_run_with_a_way_out(
     device, needs_device, on, tmp_path
@@ -215,6 +220,7 @@ def test_a_device_with_less_memory_than_it_was_said_to_have_ends_the_run_with_a_
             trained(tmp_path / "run", *on, *small(1))
     finally:
         module.set_per_process_memory_fraction(1.0, device)
+    assert trained(tmp_path / "run", *on, *small(1)).exit_code == 0
 
 
 @pytest.mark.promise("device-chosen")

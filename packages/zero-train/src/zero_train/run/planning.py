@@ -199,7 +199,8 @@ def keyed(text: str, config: Config) -> str:
     )
     text = text.replace("tokens a micro-batch", "tokens a micro-batch (run.micro_batch, data.sequence_length)")
     text = re.sub(r"""(?<![\w./-])(?P<name>[a-z_]+)=(?P<value>"\w+"|'\w+'|\w*)""", key, text)
-    return re.sub(r"(\boffload=\w+)( \(saves [^)]*\))?(?:(?: and |, or )\1\b(?: \(saves [^)]*\))?)+", r"\1\2", text)
+    saves = r"(?: \(saves [^)]*\))?"
+    return re.sub(rf"(\boffload=\w+)({saves})(?:(?: and |, or )\1\b{saves})+", r"\1\2", text)
 
 
 def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> str:
