@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_core
 from examples.own_tier import Shelf
-from tests import kit
+from tests import kit, models
 from tests.integration.zero_offload.training import tiered
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import ActivationError, TieredStore, TorchStep, offload_activations
@@ -183,6 +183,42 @@ def test_enclosing_hooks_keep_their_say():
         assert offloaded.stats()["recomputed"] == 0
     assert packed
     optimizer.close()
+
+
+@pytest.mark.promise("compiled-blocks")
+@pytest.mark.parametrize(
+    ("what", "rows", "runs"),  # of a block in two steps; by rows, there is a comparison first
+    [("block", None, 4), ("block", 1, 11), ("sharded block", None, 4), ("forward", None, 4)],
+)
+def test_blocks_are_compiled_in_both_runs_and_what_is_around_them_is_not(what, rows, runs):
+    graphs, ran = [], []
+
+    def recording(graph, inputs):
+        graphs.append(graph.code)
+        return lambda *given: ran.append(graph) or graph(*given)
+
+    def train(backend):
+        model, losses = models.build("llama", use_cache=False), []
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = zero_core.shard(model, adamw) if what == "sharded block" else None
+        for block in model.model.layers:
+            if what == "forward":
+                block.forward = torch.compile(block.forward, backend=backend)
+            else:
+                block.compile(backend=backend)
+        optimizer = optimizer or zero_core.shard(model, adamw)
+        with offload_activations(model, rows=rows), closing(optimizer):
+            for step in range(2):
+                losses.append(models.loss(model, models.batch(step, 0)))
+                kit.step(optimizer, losses[-1])
+        return [loss.item() for loss in losses]
+
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    assert train(recording) == train(lambda graph, inputs: graph)
+    assert len(ran) == runs * 3 and all("scaled_dot_product" in graph for graph in graphs)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch.compiler.reset()
 
 
 def test_blocks_that_share_a_parameter_follow_together():

@@ -48,7 +48,6 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ from torch.utils import _pytree as pytree
 
 from ..core import Hooks, Observer, SavedAround, hidden_from_hooks, hooks_around
 from .known_modules import stranger
-from .recompute import Recomputed, replaced, worthwhile
+from .recompute import Original, Recomputed, worthwhile
 from .spill import STAYS, ActivationError, ChangedInputError, Spill, Spilled
 from .split_batch import Cut, find_cut, names_of_leaves, way_out
 from .stored_spill import StoredSpill
@@ -92,10 +91,10 @@ class Activations(ExitStack):
     def _wrap(
         self, name: str, module: nn.Module, policy: str, by_rows: ByRows | None, by_tokens: ByTokens | None
     ) -> None:
-        original = module.forward
+        original = Original(module)
         unknown = "" if by_rows is None else stranger(module, "rows", by_rows.named)
         spill = self._spills.get(policy)
-        computed = original if by_tokens is None else by_tokens.entered(name, module)
+        computed = original if by_tokens is None else by_tokens.entered(name, module, original)
         recomputed = Recomputed(name, module, computed, self._counts, self._observer)
 
         def pack(value: Tensor, own: bool) -> Spilled:
@@ -104,7 +103,6 @@ class Activations(ExitStack):
             self._counts["spilled_bytes"] += value.nbytes
             return spill.pack(value, name)
 
-        @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
@@ -115,7 +113,7 @@ class Activations(ExitStack):
             _refuse_caches(name, kwargs, leaves)
             cut = None
             if by_rows is not None:
-                names = names_of_leaves(original, args, kwargs)
+                names = names_of_leaves(original.forward, args, kwargs)
                 cut = find_cut(name, leaves, names, by_rows.rows, by_rows.shared)
             if cut is not None and unknown:
                 raise ActivationError(
@@ -124,7 +122,7 @@ class Activations(ExitStack):
                 )
             return recomputed.call(args, kwargs, leaves, structure, cut, pack)
 
-        self.callback(replaced(module, forward))
+        self.callback(original.replaced(module, forward))
 
 
 @dataclass(frozen=True)
@@ -149,17 +147,18 @@ class ByTokens:
         """Whether the module takes parts itself."""
         return not stranger(module, "tokens", self._named)
 
-    def entered(self, unit: str, module: nn.Module) -> Callable[..., Any]:
+    def entered(self, unit: str, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
         """The unit's forward, in which the unit or modules inside of it take rows in parts.
 
         That forward raises ActivationError for a long row if no module with a matrix takes parts.
         """
-        run, bounded = module.forward, self.knows(module)
+        bounded = self.knows(module)
         if bounded:
-            run = self._in_parts(unit, module)
+            run = self._in_parts(unit, module, run)
         for path, each in [] if bounded else [*self._outermost("", module)]:
             bounded = bounded or any(parameter.dim() > 1 for parameter in each.parameters())
-            self._made.callback(replaced(each, self._in_parts(f"{unit}.{path}", each)))
+            original = Original(each)
+            self._made.callback(original.replaced(each, self._in_parts(f"{unit}.{path}", each, original)))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             length = _row_length(unit, pytree.tree_leaves((args, kwargs)))
@@ -194,12 +193,10 @@ class ByTokens:
         finally:
             self._length, self._hooks = before
 
-    def _in_parts(self, name: str, module: nn.Module) -> Callable[..., Any]:
+    def _in_parts(self, name: str, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a module that takes long rows in parts."""
-        original = module.forward
         recomputed = Recomputed(name, module, original, self._counts, self._observer)
 
-        @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._length:
                 return original(*args, **kwargs)

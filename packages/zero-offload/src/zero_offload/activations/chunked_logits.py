@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ..core import METADATA, Engine, Stamp, hooks_around
-from .recompute import replaced
+from .recompute import Original
 from .spill import ActivationError, ChangedInputError
 from .split_batch import begin_part, pieces_of
 
@@ -56,9 +56,9 @@ class Head:
         self.engine, self.module, self.units = engine, head, units
         self._rows, self._tokens = at_once
         self._inside = self._held = False
-        self._original = head.forward
+        self._original = Original(head)
         self.undo = [
-            replaced(head, partial(self._forward)),
+            self._original.replaced(head, self._forward),
             model.register_forward_pre_hook(self._enter).remove,
             model.register_forward_hook(self._leave, always_call=True).remove,
         ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from ..core import Observer, ZeroError, hidden_from_hooks
+from ..core import Observer, ZeroError, hidden_from_hooks, skipped
 from ..errors import OffloadError
 from . import split_batch
 from .buffer_replay import Buffers, Found, drawn_again, random_states
@@ -34,6 +35,7 @@ from .split_batch import Cut, Joined
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}  # four units in the last place
 _EXACT_TOLERANCE = 1e-4  # fp32 and more: reordered sums differ by less, mixed rows by far more
+_set_compiler: Any = torch._C._dynamo.eval_frame.set_eval_frame
 Pack = Callable[[Tensor, bool], Spilled]  # (tensor, own) -> the tensor, set aside; own: no other call shares it
 
 
@@ -41,18 +43,39 @@ def worthwhile(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.nbytes >= SMALL_BYTES
 
 
-def replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Gives the module another forward, which torch.compile does not trace. Returns a function that undoes it."""
-    before = module.__dict__.get("forward")
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-    module.forward = forward
+class Original:
+    """A module's own forward. It is compiled where the call of its module is, and also where backward runs it again."""
 
-    def undo() -> None:
-        del module.__dict__["forward"]
-        if before is not None:
-            module.forward = before
+    def __init__(self, module: nn.Module) -> None:
+        self.forward = module.forward
+        self._compiler: Any = None  # torch.compile's callback for the frames of the module's last call
 
-    return undo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = _set_compiler(self._compiler)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            _set_compiler(before)
+
+    def replaced(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+        """Gives the module another forward, never compiled, with all its callees. Returns a function to undo this."""
+        before = module.__dict__.get("forward")
+
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            self._compiler = _set_compiler(None)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                _set_compiler(self._compiler)
+
+        module.forward = skipped(wraps(self.forward, updated=())(outside))  # its attributes may be torch.compile's
+
+        def undo() -> None:
+            del module.__dict__["forward"]
+            if before is not None:
+                module.forward = before
+
+        return undo
 
 
 class Recomputed:
