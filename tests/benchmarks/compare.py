@@ -18,6 +18,7 @@ as many elements. `losses` is the largest relative difference from the first sid
     rows      119.6 M, 16 rows recomputed in one piece, two at a time, or as micro-batches of two, by DeepSpeed too
     tokens    119.6 M in bf16, one row of 8 Ki tokens recomputed in one piece, or 4 Ki tokens at a time
     durable   119.6 M on NVMe: not durable, durable without syncs, and durable
+    compiled  119.6 M, 8 rows, in host memory (or where `{"name": ...}` of `--options` says): eager, each block compiled
     experts   104 M in the shape of Qwen3-30B-A3B, on NVMe, recomputed: experts whole in their block, or in groups
 
 `--options` has more arguments of step_worker.py for all sides, as JSON. `--before` names another checkout of this
@@ -81,6 +82,7 @@ COMPARISONS: dict[str, tuple[dict[str, Any], Sides]] = {  # arguments of all sid
         AHEAD | {"micro_batch": 2, "slots": None},
         {"plain": {}, "process": {"durable": "process"}, "power": {"durable": True}},
     ),
+    "compiled": ({"name": "host", "micro_batch": 8}, {"eager": {}, "blocks": {"compiled": True}}),
     "experts": (
         {"deferred": True, "kind": "Qwen3Moe", "sizes": QWEN3, "micro_batch": 1, "length": 512, "activations": WHOLE},
         {"whole": AHEAD | {"expert_bytes": None}, "groups": AHEAD | {"expert_bytes": 64 << 20}},

@@ -35,7 +35,7 @@ def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
 
     `device` is where both are made; `length` the sequence's; `attention` transformers' name of an implementation;
     `checkpointing` recomputes each block; `adapters` is the rank of LoRA on all linear layers, which alone are trained.
-    `deferred`: the model has no memory yet.
+    `compiled`: torch.compile takes each block. `deferred`: the model has no memory yet.
     """
     import transformers
 
@@ -60,6 +60,8 @@ def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
         made.set_attn_implementation(attention)
     if arguments.get("checkpointing"):
         made.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in made.model.layers if arguments.get("compiled") else ():
+        block.compile()
     made.train()
     return made, Batch(arguments, device)
 
