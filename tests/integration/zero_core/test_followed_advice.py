@@ -120,7 +120,7 @@ def test_a_model_is_sharded_before_it_loads_or_read_by_torch(tmp_path):
     step(net, optimizer)
     checkpoint.save(tmp_path, net, optimizer)
     net = model()
-    with advised("call zero_core.shard first (any stage), or use torch.distributed.checkpoint with its state dict"):
+    with advised("first, at any stage. Or use torch.distributed.checkpoint with model.state_dict()"):
         checkpoint.load(tmp_path, net)
     state = {"model": net.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
@@ -187,7 +187,7 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
 def test_a_folder_of_pickles_is_saved_again_by_transformers(tmp_path):
     net = gpt2()
     torch.save(net.state_dict(), tmp_path / "pytorch_model.bin")
-    with advised("save_pretrained() of transformers writes them"):
+    with advised("make them with save_pretrained() of transformers"):
         zero_core.load_pretrained(net, tmp_path)
     net.save_pretrained(tmp_path)
     zero_core.load_pretrained(net, tmp_path)

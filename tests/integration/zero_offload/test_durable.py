@@ -230,9 +230,7 @@ def test_a_rank_without_its_slab_is_told():
     anew.end()
 
 
-@pytest.mark.advice(
-    "leave such parameters out with trained_only=True, or", 'place parameters and optimizer on "host" or "{}"'
-)
+@pytest.mark.advice("Leave them out with trained_only=True, or", 'place parameters and optimizer on "host" or "{}"')
 @pytest.mark.promise("durable-other-run")
 def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_works(tmp_path):
     """Each mistake is made, and then what its error says is done."""
@@ -246,7 +244,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     saved(tmp_path / "plain", plain, plain_optimizer, blocking=True).wait()
     partly = Training(CrashByteStore(), frozen=True)
     partly.step()
-    with pytest.raises(ZeroError, match="0.weight, 0.bias is not trained: leave such parameters out with trained_only"):
+    with pytest.raises(ZeroError, match="are not trained: 0.weight, 0.bias. Leave them out with trained_only"):
         saved(tmp_path / "partly", partly.model, partly.optimizer, blocking=False)
     saved(tmp_path / "partly", partly.model, partly.optimizer, trained_only=True, blocking=False).wait()
     assert loaded(tmp_path / "partly", frozen=True)[1] == 1

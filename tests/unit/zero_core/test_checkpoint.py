@@ -234,7 +234,8 @@ def test_options_that_differ_in_one_group_are_refused(tmp_path: Path, flattened:
     losses(dense, ordinary, 1)
     dcp.save(flat(dense, ordinary, flattened), checkpoint_id=tmp_path)
     model, optimizer = make(1)
-    with pytest.raises(CheckpointError, match="build the optimizer with the groups it was saved with"):
+    told = r"has lr=0\.. and 0\.. for " if flattened else "no group of the checkpoint has "
+    with pytest.raises(CheckpointError, match=told + ".*: build the optimizer with the groups it was saved with"):
         checkpoint.load(tmp_path, model, optimizer)
     if not flattened:  # groups may be left out, and options of single parameters may not
         assert checkpoint.load(tmp_path, model, optimizer, strict=False).step == 1
@@ -354,7 +355,7 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path,
     part = pickle.loads(listed)
     part.state_dict_metadata["model.unused"].chunks.clear()
     manifest.write_bytes(pickle.dumps(part))
-    with pytest.raises(CheckpointError, match=r"has 0 of the elements \[0, 3\): it was not written by all ranks"):
+    with pytest.raises(CheckpointError, match=r"has 0 of .*\[0, 3\).* Not all ranks wrote it: call save\(\) on"):
         checkpoint.load(tmp_path, model, optimizer)
     manifest.write_bytes(listed)
     data.unlink()
@@ -364,10 +365,10 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path,
     with pytest.raises(CheckpointError, match=".metadata is damaged"):
         checkpoint.load(tmp_path, model, optimizer)
     manifest.write_bytes(pickle.dumps({"no": "manifest"}))
-    with pytest.raises(CheckpointError, match="not a manifest"):
+    with pytest.raises(CheckpointError, match="not a manifest of .*: load another folder"):
         checkpoint.load(tmp_path, model, optimizer)
     manifest.unlink()
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint: .* Load another folder"):
         checkpoint.load(tmp_path, model, optimizer)
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpoint.load(tmp_path / "absent", model, optimizer)
@@ -380,7 +381,7 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path,
         raise RuntimeError("unexpected pos 704 vs 598")  # torch.save's words for a full disk
 
     monkeypatch.setattr(torch, "save", full)
-    told = r"writing .*after, where [\d,]+ bytes are free: RuntimeError: unexpected"
+    told = r"rank 0 could not write .*after, where [\d,]+ bytes are free: RuntimeError: unexpected"
     with pytest.raises(CheckpointError, match=told):
         checkpoint.save(tmp_path / "after", model, optimizer)
 
@@ -389,7 +390,8 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path,
 @pytest.mark.parametrize("damage", ["zeroed", "one bit"])
 def test_a_damaged_tensor_is_named(tmp_path: Path, damage: str) -> None:
     model, optimizer, data = saved(tmp_path)
-    whole = bytearray(data.read_bytes())
+    sound = data.read_bytes()
+    whole = bytearray(sound)
     manifest = pickle.loads((tmp_path / ".metadata").read_bytes())
     info = next(v for k, v in manifest.storage_data.items() if k.fqn == "model.blocks.0.0.weight")
     if damage == "zeroed":
@@ -398,10 +400,12 @@ def test_a_damaged_tensor_is_named(tmp_path: Path, damage: str) -> None:
         values = dict(model.named_parameters())["blocks.0.0.weight"].detach().clone().numpy().tobytes()
         whole[whole.index(values[:64], info.offset) + 30] ^= 1
     data.write_bytes(whole)
-    with pytest.raises(CheckpointError, match=r"model\.blocks\.0\.0\.weight is damaged"):
+    with pytest.raises(CheckpointError, match=r"model\.blocks\.0\.0\.weight is damaged: .*: copy the file again"):
         checkpoint.load(tmp_path, model, optimizer)
     if damage == "one bit":
         checkpoint.load(tmp_path, model, optimizer, verify=False)
+    data.write_bytes(sound)
+    checkpoint.load(tmp_path, model, optimizer)
 
 
 @pytest.mark.promise("checkpoint-damaged")
@@ -424,7 +428,7 @@ def test_another_models_checkpoint_is_named(tmp_path: Path) -> None:
 def test_another_optimizers_checkpoint_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     for optimizer, told in (
-        (OPTIMIZERS["momentum"], r"optim\.state\.\S+\.momentum_buffer"),
+        (OPTIMIZERS["momentum"], r"optim\.state\.\S+\.momentum_buffer.*as it was saved, or load without it"),
         (OPTIMIZERS["nadam"], r"missing from the checkpoint: optim\.state\.\S+\.mu_product"),
         (OPTIMIZERS["sgd"], r"states that this optimizer does not keep: optim\.state\.\S+\.exp_avg"),
         (
@@ -432,8 +436,10 @@ def test_another_optimizers_checkpoint_is_named(tmp_path: Path) -> None:
             "no group of the checkpoint has the 2 parameters",
         ),
     ):
+        model, other = make(0, optimizer=optimizer)
         with pytest.raises(CheckpointError, match=told):
-            checkpoint.load(tmp_path, *make(0, optimizer=optimizer))
+            checkpoint.load(tmp_path, model, other)
+        checkpoint.load(tmp_path, model)  # without it
 
 
 def test_names_lose_the_prefixes_of_wrappers(tmp_path: Path) -> None:

@@ -174,8 +174,8 @@ def _check_durable(view: ShardView, left_out: Container[str]) -> None:
         )
     if frozen := [n for unit, k, n in view.parameters() if unit.groups[k] is None and clean_name(n) not in left_out]:
         raise ZeroError(
-            f"save(blocking=False) copies trained parameters only, and {listed(frozen)} is not trained: leave such "
-            "parameters out with trained_only=True, or save with blocking=True"
+            f"save(blocking=False) copies trained parameters only, and these are not trained: {listed(frozen)}. Leave "
+            "them out with trained_only=True, or save with blocking=True"
         )
 
 
@@ -254,8 +254,8 @@ def _view(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ShardVie
     view = view_of(model)
     if view is None or view.handle.model is not model:
         raise ZeroError(
-            f"{type(model).__name__} is not sharded; call zero_core.shard first (any stage), or use "
-            "torch.distributed.checkpoint with its state dict, which reads the same folders"
+            f"{type(model).__name__} is not sharded: call zero_core.shard first, at any stage. Or use "
+            "torch.distributed.checkpoint with model.state_dict(): it reads and writes the same folders"
         )
     if optimizer is not None and optimizer is not view.handle.optimizer:
         raise ZeroError(f"the {type(optimizer).__name__} is not the optimizer that shard() returned for this model")
@@ -274,8 +274,8 @@ def _unwrapped(written: Path | None = None) -> Iterator[None]:
         rank, (error, _) = min(summary.failures.items())
         if isinstance(error, ZeroError):
             raise error from None
-        where = "" if written is None else f"writing {written}, {room(written)}: "
-        raise CheckpointError(f"rank {rank}: {where}{type(error).__name__}: {error}") from error
+        where = "read the checkpoint" if written is None else f"write {written}, {room(written)}"
+        raise CheckpointError(f"rank {rank} could not {where}: {type(error).__name__}: {error}") from error
 
 
 def _read(reader: Any, view: ShardView, plan: Any, tile_numel: int) -> StreamingLoadPlanner:

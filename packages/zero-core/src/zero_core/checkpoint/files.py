@@ -228,8 +228,8 @@ class StreamingReader(dcp.FileSystemReader):
                 _check_sums(stream)
             stored = cast(Tensor, torch.load(stream, map_location="cpu", weights_only=True))
         except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as error:
-            name = items[0].storage_index.fqn
-            raise CheckpointError(f"{self._folder / info.relative_path}: {name} is damaged: {error}") from error
+            name, path = items[0].storage_index.fqn, self._folder / info.relative_path
+            raise CheckpointError(f"{path}: {name} is damaged: {error}: copy the file again") from error
         for item in items:
             target = planner.resolve_tensor(item)
             target.copy_(narrowed(stored, item.storage_offsets, item.lengths))
@@ -297,7 +297,7 @@ def _read_manifest(folder: Path) -> Metadata:
     except FileNotFoundError as error:
         found = sorted(p.name for p in folder.iterdir())[:4] if folder.is_dir() else "no such folder"
         raise CheckpointError(
-            f"{folder} holds no complete checkpoint: {MANIFEST}, which is renamed into place last, is absent ({found})"
+            f"{folder} holds no complete checkpoint: {MANIFEST}, written last, is absent ({found}). Load another folder"
         ) from error
     except Exception as error:  # a damaged pickle, or one of changed classes, may raise any
         raise CheckpointError(
@@ -305,7 +305,7 @@ def _read_manifest(folder: Path) -> Metadata:
             "or load it with the torch that wrote it"
         ) from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise CheckpointError(f"{path} is not a manifest of torch.distributed.checkpoint")
+        raise CheckpointError(f"{path} is not a manifest of torch.distributed.checkpoint: load another folder")
     return metadata
 
 

@@ -58,16 +58,17 @@ class Finder:
         of = "model" if complaints else "optimizer"
         complaints += states
         if complaints:
-            raise CheckpointError(f"{self._folder} is of another {of}: {' | '.join(complaints)}{self._way_out(shapes)}")
+            told = " | ".join(complaints) + self._way_out(shapes, of)
+            raise CheckpointError(f"{self._folder} is of another {of}: {told}")
         if self._states is not None and STATE not in everything:
             self._check_options(everything, shapes)
         rng = f"zero.rng.{self._view.ranks.rank}"
         groups = [n for n in everything if n.startswith(f"{self._optimizer}param_groups.") and n not in shapes]
         return Wanted((), tensors, [n for n in (STATE, rng) if n in everything] + groups)
 
-    def _way_out(self, shapes: Mapping[str, Any]) -> str:
+    def _way_out(self, shapes: Mapping[str, Any], of: str) -> str:
         if self.found or not shapes:
-            return ""
+            return f"; build the {of} as it was saved" + (", or load without it" if of == "optimizer" else "")
         keys = sorted({name.split(".")[0] for name in shapes})
         return f"; names in it begin with {', '.join(keys[:5])}: give one as model_key=, or '' for a bare state dict"
 
@@ -151,13 +152,13 @@ class Finder:
         """Raises unless the model has all left-out parameters, and the checkpoint has all others."""
         mine = {clean_name(name): tuple(n.tensor.shape) for n in self._view.names for name in n.names}
         absent = [n for n in self._absent if not any(clean_name(name) in left_out for name in n.names)]
-        others = [f"{n}: {shape}, model {mine.get(n, 'none')}" for n, shape in left_out.items() if mine.get(n) != shape]
+        others = [f"{n}: saved {s}, here {mine.get(n, 'none')}" for n, s in left_out.items() if mine.get(n) != s]
         complaints = _told(("missing from the checkpoint", self._names_of(absent)))
-        complaints += _told(("not trained when it was saved, and not in it", others))
+        complaints += _told(("not trained when it was saved, and different here", others))
         if complaints:
             raise CheckpointError(
-                f"{self._folder} is of another model: {' | '.join(complaints)}; build the model, and train and freeze "
-                "its parameters, as when it was saved"
+                f"{self._folder} is of another model: {' | '.join(complaints)}; build the model as it was saved, with "
+                "the same parameters trained"
             )
 
     def _check_options(self, everything: Iterable[str], shapes: Container[str]) -> None:
@@ -217,10 +218,11 @@ class Finder:
         for group in groups_of(self._view):
             names = [name for name in group["params"] if name in saved]
             for name in names:
-                if saved[name] != saved[names[0]]:
+                a, b = saved[names[0]], saved[name]
+                if unlike := [f"{k}={a.get(k)} and {b.get(k)}" for k in {**a, **b} if a.get(k) != b.get(k)]:
                     raise CheckpointError(
-                        f"{self._folder} has options {saved[name]} for {name!r}, {saved[names[0]]} for {names[0]!r}, "
-                        "which are in one group here: build the optimizer with the groups it was saved with"
+                        f"{self._folder} has {listed(unlike)} for {names[0]} and {name}, which are in one group here: "
+                        "build the optimizer with the groups it was saved with"
                     )
             groups += [{**saved[names[0]], "params": names}] if names else []
         return groups
@@ -255,7 +257,7 @@ def _told(*lists: tuple[str, Sequence[str]]) -> list[str]:
 def _unlike(saved: Mapping[str, Any], kept: Mapping[str, Any], prefix: str) -> list[str]:
     """Returns the states of one parameter that differ between a checkpoint and an optimizer that names its states."""
     names = [name for name in {**saved, **kept} if saved.get(name) != kept.get(name)]
-    return [f"{prefix}.{n}: saved {saved.get(n, 'none')}, kept {kept.get(n, 'none')}" for n in names]
+    return [f"{prefix}.{n}: saved {saved.get(n, 'none')}, here {kept.get(n, 'none')}" for n in names]
 
 
 def options_of(view: ShardView, saved: list[dict[str, Any]] | None, *, strict: bool) -> list[dict[str, Any]]:

@@ -92,8 +92,10 @@ def load_pretrained(
         complaints += [f"missing from the files: {', '.join(found.missing)}"] if found.missing else []
         complaints += [f"not in the model: {', '.join(found.unexpected)}"] if found.unexpected else []
     if complaints:
-        way_out = "" if found.mismatched else "; pass rename= where names differ, or strict=False to go on without"
-        raise PretrainedError(f"{folder} does not fit {type(model).__name__}: {' | '.join(complaints)}{way_out}")
+        told = (
+            f"{folder} does not fit {type(model).__name__}: {' | '.join(complaints)}; build the model as it was saved"
+        )
+        raise PretrainedError(f"{told}, or pass rename= where names differ, or strict=False to go on without")
     tensors = named_tensors(model)
     reader = Reader()
     values = {name: FileValues(parts, reader, entries) for name, parts in found.parts.items()}
@@ -104,9 +106,9 @@ def load_pretrained(
             left.append(other)
     if strict and left:
         raise PretrainedError(
-            f"{folder} holds different values for one parameter of {type(model).__name__}, once as {', '.join(left)}: "
-            "build the model with two, in transformers by tie_word_embeddings=False in its config, or pass "
-            "strict=False to leave these out"
+            f"{folder} has {', '.join(left)} with other values than the parameter that {type(model).__name__} ties to "
+            "it: build the model without the tie (tie_word_embeddings=False in transformers' config), or pass "
+            "strict=False to leave the second values out"
         )
     fill(model, values)
     ties = tuple((alias, t.name) for t in tensors if not t.is_buffer for alias in t.aliases)
@@ -224,8 +226,8 @@ def _complete(folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> Iterato
         for name in files:
             (folder / f"{name}.partial").unlink(missing_ok=True)
         raise PretrainedError(
-            f"save_pretrained into {folder}: {error}; the weights take {needed:,} bytes, {room(folder)}. What was "
-            "there before is as it was: make room, or name another folder"
+            f"save_pretrained into {folder}: {error}; the weights take {needed:,} bytes, {room(folder)}. "
+            "Earlier files are unchanged: make room, or name another folder"
         ) from error
 
 

@@ -75,14 +75,14 @@ def read_header(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(size - 8, _HEADER_LIMIT_BYTES):
             raise PretrainedError(
-                f"{path} is no safetensors file, or is cut short: it has {size} bytes, and its header {length}: fetch "
-                "it again"
+                f"{path} is no safetensors file, or is cut short: it has {size} bytes, and its header should "
+                f"have {length}: fetch it again"
             )
         try:
             header: dict[str, Any] = json.loads(file.read(length))
             entries = {n: _entry(path, n, e, 8 + length) for n, e in header.items() if n != "__metadata__"}
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise PretrainedError(f"{path}: the header is damaged: {error}: fetch it again") from error
+            raise PretrainedError(f"{path}: the header is damaged: {error!r}: fetch it again") from error
     for name, entry in entries.items():
         if entry.start_bytes + entry.nbytes > size:
             wanted = entry.start_bytes + entry.nbytes
@@ -137,8 +137,8 @@ def open_index(folder: str | os.PathLike[str]) -> dict[str, Entry]:
     if not merged:
         found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
         raise PretrainedError(
-            f"{folder} holds no *.safetensors ({found}); load the model on a machine that can hold it, and save it "
-            "again: save_pretrained() of transformers writes them"
+            f"{folder} holds no *.safetensors (found: {found}): make them with save_pretrained() of transformers, "
+            "on a machine with memory for the whole model"
         )
     return merged
 
@@ -154,13 +154,13 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
             f"{index_path} is damaged, or no index of safetensors: {error!r}; fetch it again"
         ) from error
     if twice := [name for name, file in listed if weight_map[name] != file]:
-        raise PretrainedError(f"{index_path} names two files for {', '.join(twice[:8])}: fetch it again")
+        raise PretrainedError(f"{index_path} names two files for the tensor {twice[0]}: fetch it again")
     files = sorted(set(weight_map.values()))
     if absent := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
         raise PretrainedError(f"{index_path} names files that are not beside it: {', '.join(absent)}: copy them there")
     headers = {f: read_header(folder / f) for f in files}
     if lost := [n for n, f in weight_map.items() if n not in headers[f]]:
-        raise PretrainedError(f"{index_path} promises tensors that its files lack: {', '.join(lost[:8])}")
+        raise PretrainedError(f"{index_path} lists {', '.join(lost[:8])}, which its files lack: fetch them again")
     return {n: headers[f][n] for n, f in weight_map.items()}
 
 
@@ -186,8 +186,8 @@ class Reader:
             got = file.readinto(buffer[done:])
             if not got:
                 raise PretrainedError(
-                    f"{entry.path} ended at byte {file.tell()} while elements [{start}, {stop}) were read: "
-                    f"wanted {len(buffer)} bytes, got {done}"
+                    f"{entry.path} ended at byte {file.tell()}, after {done} of {len(buffer)} bytes of elements "
+                    f"[{start}, {stop}): fetch it again"
                 )
             done += got
         self.read_bytes += done
