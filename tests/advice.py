@@ -25,7 +25,7 @@ PACKAGES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_de
 EXEMPT = {
     "the link to its machine is cut. End all ranks": "all processes end; others load the checkpoint",
     "{} after Ctrl-C inside of a hook of": "all processes end; others load the checkpoint",
-    "and the process group ({}) {}: start it with": "needs a second kind of device",
+    "where the process group ({}) {}: start the group": "needs a second kind of device",
     "parameters on {}: move the model to one device": "needs a second device",
     "faulty, restore a checkpoint": "a drive that returns wrong bytes is replaced, not configured",
     "load it with DeepSpeed 0.19, and save it there": "it needs a DeepSpeed of another version",

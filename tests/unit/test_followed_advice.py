@@ -19,7 +19,7 @@ def test_gradients_before_shard_are_used_or_dropped():
     net = model()
     optimizer = adamw(net)
     backward(net)
-    with advised("call optimizer.step() or zero_grad() before"):
+    with advised("call optimizer.step() or optimizer.zero_grad() before"):
         zero_core.shard(net, optimizer)
     optimizer.step()
     optimizer.zero_grad()
@@ -54,7 +54,7 @@ def test_an_optimizer_that_wraps_another_does_both_in_a_step_of_its_own():
             torch._foreach_mul_([p for group in self.param_groups for p in group["params"] if p.grad is not None], 0.9)
 
     net = model()
-    with advised("Wrapper wraps another optimizer, AdamW in .inner", "use one optimizer whose own step() does both"):
+    with advised("wraps another optimizer, AdamW in .inner", "use one optimizer whose step() does the work of both"):
         zero_core.shard(net, Wrapper(adamw(net)))
     step(net, zero_core.shard(net, Both(net.parameters())))
 

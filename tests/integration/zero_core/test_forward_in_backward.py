@@ -390,7 +390,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.advice("Call zero_grad() before this forward, or backward() after it, or take the gradients")
+@pytest.mark.advice("Call zero_grad() before this forward, or call backward() after it. Or use torch.autograd.grad()")
 @EVERYWHERE
 @pytest.mark.parametrize("kind", INSIDE)
 @kit.on_ranks()

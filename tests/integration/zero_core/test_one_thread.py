@@ -114,7 +114,7 @@ def test_a_second_thread_is_told_so_while_one_is_in_a_pass(stage, where, use, mo
     assert not in_thread(lambda: trained(model, optimizer))
 
 
-@pytest.mark.advice("each with one threading.Lock from forward")
+@pytest.mark.advice("hold it from forward to the end")
 def test_threads_that_take_turns_train_as_one():
     plain, stock = built()
     wanted = [trained(plain, stock), (stock.zero_grad(), trained(plain, stock))[1]][-1]
@@ -136,7 +136,7 @@ def test_a_thread_that_ended_inside_of_a_forward_is_in_nobodys_way():
     kit.assert_bits(trained(model, optimizer), trained(*built()))
 
 
-@pytest.mark.advice("or run it in the training process")
+@pytest.mark.advice("call the model there. In a worker")
 @pytest.mark.parametrize("use", ["forward", "step", "zero_grad", "use of a parameter"])
 def test_a_forked_process_is_told_so(use):
     model, optimizer = sharded()

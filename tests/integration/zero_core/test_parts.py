@@ -165,10 +165,10 @@ def test_the_parts_of_a_weight_that_was_removed_are_not_usable(kind: str) -> Non
     model[1][1].base = nn.Linear(WIDTH, WIDTH)
     shard(model)
     for use in (lambda: base.weight + 0, lambda: base.weight.detach(), lambda: base(torch.ones(2, WIDTH))):
-        with pytest.raises(ShardedParameterError, match="has no values any more"):
+        with pytest.raises(ShardedParameterError, match="the values of .* were lost"):
             use()
     if kind == "packed":
-        with pytest.raises(ShardedParameterError, match="has no values any more"):
+        with pytest.raises(ShardedParameterError, match="the values of .* were lost"):
             base.weight.SCB.sum()
 
 

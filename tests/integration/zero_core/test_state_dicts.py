@@ -68,7 +68,7 @@ class Looking(toys.Stack):
             return super().run(block, x)
 
 
-@pytest.mark.advice("write into the parameter itself, or load_state_dict")
+@pytest.mark.advice("write into the parameter itself, or call load_state_dict")
 @kit.on_ranks(1, 2)
 def test_a_state_dict_that_is_taken_while_parameters_have_memory_stays():
     """Taken while parameters have memory, which goes: values stay, and writes into them are refused."""
@@ -83,7 +83,7 @@ def test_a_state_dict_that_is_taken_while_parameters_have_memory_stays():
     for state in (inside, model.found, *taken):
         kit.assert_bits(state, expected)
         kit.assert_bits(torch.load(saved(state)), expected)
-    with pytest.raises(ChangedParameterError, match=r"blocks.1.up.weight of a state dict was .* or load_state_"):
+    with pytest.raises(ChangedParameterError, match=r"blocks.1.up.weight of a state dict was .* or call load_state_"):
         inside["blocks.1.up.weight"].zero_()
     model.load_state_dict(inside)  # as the error says
     kit.assert_bits(model.state_dict(), expected)

@@ -279,7 +279,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) after shard\(\)"):
         model(torch.zeros(2, 24))
     scheduler, given = torch.optim.lr_scheduler.StepLR(optimizer, 2), [object()]
-    with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) before"):
+    with pytest.raises(ZeroError, match=r"without resume\(\): call zero_core.resume\(model, optimizer\) before"):
         zero_core.commit(model)
     zero_core.resume(model, optimizer, scheduler=scheduler, extra=lambda: given[0])
     with pytest.raises(ZeroError, match="resume\\(\\) was already called: call it once, after"):
@@ -305,7 +305,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     image = (tmp_path / "run.slab").read_bytes()
     anew = "start it as it was, give the slab another name, remove it to start a new run"
     setting = rf"another model or another setting \(.*trained elements: 2016, now 992.*{anew}"
-    scheduled = r"had another scheduler \(True, now False\).*start it as it was, or remove its slab to begin again"
+    scheduled = r"scheduler given: True in .* now\. Start the run as it was, or remove its slab to begin"
     for error, told, mistake in (
         (GenerationError, setting, {"frozen": True}),
         (GenerationError, r"\(optimizer: SGD, now Adam; .*start it as it was", {"build": torch.optim.Adam}),

@@ -165,9 +165,9 @@ class Calls:
         """Raises ZeroError if a call is under way in another thread, or if the model was sharded in another process."""
         if os.getpid() != self._process:
             raise ZeroError(
-                f"{what} of {self._model} in process {os.getpid()}, which was forked from process {self._process}, "
-                "where it was sharded. The threads and the memory of its shards exist only there. In a worker of a "
-                "DataLoader, use a plain model that loads its state_dict(), or run it in the training process"
+                f"{what} of {self._model} began in process {os.getpid()}, which was forked from process "
+                f"{self._process}. The threads and the memory of its shards exist in process {self._process} only: "
+                "call the model there. In a worker of a DataLoader, use a plain model that loads its state_dict()"
             )
         for other, frame in list(self._frames.items()):
             # A dummy thread is one that Python did not start: autograd's own.
@@ -177,8 +177,8 @@ class Calls:
             if (thread := _thread_in(frame)) is not None:
                 raise ZeroError(
                     f"{what} of {self._model} began in thread {threading.current_thread().name!r}, while thread "
-                    f"{thread!r} is in its {other}: one thread at a time uses a sharded model. Let them take turns, "
-                    "each with one threading.Lock from forward to the end of step"
+                    f"{thread!r} is in its {other}. Only one thread at a time may use a sharded model: share one "
+                    "threading.Lock between the threads, and hold it from forward to the end of step()"
                 )
 
 

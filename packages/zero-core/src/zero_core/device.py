@@ -113,9 +113,9 @@ def backend_in(group: Any, device: torch.device) -> str:
     by_type = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
     found = by_type.get(device.type, "")
     if not found or (found == "gloo" and device.type != "cpu"):
-        lacks = "would move its tensors by gloo, which cannot average them there" if found else "has no backend for it"
+        lacks = "uses gloo, which cannot average there" if found else "has no backend"
         raise ZeroError(
-            f"the model computes on {device}, and the process group ({config}) {lacks}: start it with "
+            f"the model computes on {device}, where the process group ({config}) {lacks}: start the group with "
             f'torch.distributed.init_process_group("{backend_of(device.type)}")'
         )
     return found

@@ -80,6 +80,6 @@ def reached(rank: int, size: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CollectiveError(
-            f"rank {rank} of {size} did not reach the others: {error}. Another rank stopped, and its own error "
-            "says why, or the link between them is cut"
+            f"rank {rank} of {size} did not reach the others: {error}. Another rank has stopped (its own "
+            "error says why), or the link to its machine is cut. End all ranks, and resume from the last checkpoint"
         ) from error

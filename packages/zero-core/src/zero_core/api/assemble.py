@@ -274,9 +274,9 @@ class Handover:
                 store.close()
         if lost:
             told = (
-                f"shard() failed after it had handed {listed(lost, most=4)} to the store, and this rank cannot have "
-                "their values again: they are on the meta device now. Build the model again before the next shard(); "
-                "one that is built in deferred_init() loses nothing"
+                f"shard() failed after it had moved {listed(lost, most=4)} into the store. On this rank their values "
+                "are lost, and they are on the meta device. Build the model again before the next shard(). A model "
+                "that is built in deferred_init() does not lose its values"
             )
             if isinstance(error, Exception):
                 raise StoreError(f"{told}. The failure: {type(error).__name__}: {error}") from error

@@ -103,7 +103,7 @@ class AveragedModel:
         try:
             yield self._handle.model
             if self._handle.optimizer.step_count != self._steps:
-                raise ZeroError("step() inside AveragedModel.swapped_in has updated the averages, not the model")
+                raise ZeroError("step() in swapped_in() has updated the averages, not the model: load() saved averages")
         finally:
             self._steps = None
             self._handle.settle()
@@ -143,9 +143,9 @@ class AveragedModel:
 
     def _check(self, model: nn.Module | None) -> None:
         if model is not None and model is not self._handle.model:
-            raise ZeroError(f"this AveragedModel averages another {type(self._handle.model).__name__}")
+            raise ZeroError(f"AveragedModel() was given another {type(model).__name__}: pass that model here")
         if self._steps is not None:
-            raise ZeroError("the averages are swapped in: leave the with block first")
+            raise ZeroError("the averages are swapped in: leave the with block of swapped_in() first")
         self._handle.settle()
 
     def _pieces(self) -> Iterator[tuple[int, Any, int, int]]:

@@ -113,10 +113,10 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwarg
             home = parameter.__dict__.get("_zero_home") if parameter.grad is None else None
             if isinstance(home, (Place, Stacked)) and home.held_gradient(parameter) is not None:
                 raise GradientError(
-                    f"step() of a plain {type(optimizer).__name__} inside zero_core.gathered: the gradient of "
-                    f"{home.name} left for the shards during backward, so this step would not change it. Call step() "
-                    "of the optimizer that zero_core.shard returned, outside of gathered; or set p.grad yourself from "
-                    "torch.autograd.grad(loss, parameters)"
+                    f"step() of a plain {type(optimizer).__name__} inside zero_core.gathered would not change "
+                    f"{home.name}, because its gradient moved to the shards during backward. Call step() of the "
+                    "optimizer that zero_core.shard returned, outside of gathered. Or compute the gradients with "
+                    "torch.autograd.grad(loss, parameters), and set p.grad yourself"
                 )
 
 
@@ -258,8 +258,8 @@ def _home(parameter: nn.Parameter, call: str) -> Place | Stacked:
     if not isinstance(home, (Place, Stacked)) or not home.is_of(parameter):
         raise ZeroError(
             f"{call}() of a tensor of shape {tuple(parameter.shape)} that is not a parameter of a sharded model: give "
-            "it one of model.parameters() after zero_core.shard(model, optimizer). An unsharded one has its values, "
-            "and its gradient in .grad"
+            "it one of model.parameters() after zero_core.shard(model, optimizer). A plain parameter p has its values "
+            "in p, and its gradient in p.grad"
         )
     if (why := home.engine.refusal()) is not None:
         raise ZeroError(f"{call}() of {home.name} {why}")
@@ -272,8 +272,8 @@ def _state_home(parameter: nn.Parameter, name: str, call: str) -> Place | Stacke
     names = (*home.unit.store.state_names(), *shaped)
     if name not in names:
         raise ZeroError(
-            f"{call}({name!r}) of {home.name}: the optimizer keeps {', '.join(names)} of each element. Its step count "
-            "is in .steps of its unit, see zero_core.units(model)"
+            f"{call}({name!r}) of {home.name}: the states of this parameter are {', '.join(names)}. Its step count "
+            "is in unit.steps of its unit in zero_core.units(model)"
         )
     if name == "master" and any(place.unit.groups[place.index] is None for place in home.places):
         raise ZeroError(

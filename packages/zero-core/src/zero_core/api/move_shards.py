@@ -37,8 +37,8 @@ class Earlier:
         places = places_of(model)
         if gone := [place.name for place in places if isinstance(place, Left)]:
             raise AlreadyShardedError(
-                f"{listed(gone)} have no values any more: they were not in the {type(places[0].engine.model).__name__} "
-                f"when it was sharded before. Build their module anew, and give it values, before zero_core.{call}"
+                f"the values of {listed(gone)} were lost when the {type(places[0].engine.model).__name__} was sharded "
+                f"again without them: build their module again, and load its values, before zero_core.{call}"
             )
         engines = {id(place.engine): place.engine for place in places}
         self.engine: Engine | None = places[0].engine if places else None
@@ -68,8 +68,8 @@ class Earlier:
         others = [u.layout.slots[k].whole.name for i, ((u, k), *_) in self._places.items() if i in held - self._mine]
         if others:
             raise AlreadyShardedError(
-                f"{places[0].name} is sharded already, together with {listed(others)}, which the model given does not "
-                f"have: call zero_core.{call} on the whole {type(places[0].engine.model).__name__}"
+                f"the model has only a part of a {type(places[0].engine.model).__name__} that is sharded already. It "
+                f"lacks {listed(others)}: call zero_core.{call} on the whole {type(places[0].engine.model).__name__}"
             )
 
     # -- in and out ----------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Earlier:
         self._go_back(self.engine)
         told = self._told(self.engine)
         if self._lost:
-            self._leave(self.engine, f"whose values were lost when {self._call}() failed: build the model again")
+            self._leave(self.engine, f"because its values were lost when {self._call}() failed: build the model again")
         if not told:
             return
         if not isinstance(error, Exception):  # such as KeyboardInterrupt, whose type is kept
@@ -103,19 +103,18 @@ class Earlier:
     def _told(self, engine: Engine) -> str:
         """Text that names the losses of a failure; '' if there are none."""
         several = engine.ranks.size > 1 and self._moved
-        others = " Other ranks may be without values: build the model again on all of them." if several else ""
+        others = " Other ranks may have lost values too: build the model again on all ranks." if several else ""
         again = "" if several else f" Call {self._call}() again when the cause is gone."
         if self._lost:
             return (
-                f"{self._call}() failed after {listed(self._lost, most=4)} had left their shards, and this rank cannot "
-                f"have their values again: build the model again, and load the last checkpoint.{others}"
+                f"{self._call}() failed after {listed(self._lost, most=4)} had left their shards. On this rank their "
+                f"values are lost: build the model again, and load the last checkpoint.{others}"
             )
         if self._given_up:
             return (
-                f"{self._call}() failed, and the model is in its earlier shards, with all values. Of "
-                f"{len(self._given_up)} of {len(engine.units)} units optimizer states were given up by then, and "
-                "begin anew, and 16-bit parameters that were to be frozen have lost what their fp32 masters had beyond "
-                f"them.{others}{again}"
+                f"{self._call}() failed, and the model is in its earlier shards, with all values. The optimizer states "
+                f"of {len(self._given_up)} of {len(engine.units)} units were reset. 16-bit parameters to be frozen "
+                f"have lost the extra precision of their fp32 masters.{others}{again}"
             )
         told = f"{self._call}() failed, and on this rank the model is in its earlier shards, with all values.{others}"
         return told if others else ""
@@ -126,7 +125,7 @@ class Earlier:
         if engine.busy:
             raise ZeroError(f"{call}() inside forward or backward: call it between steps")
         if engine.averages:
-            raise ZeroError(f"{call}() inside AveragedModel.swapped_in, of averages: leave the with block first")
+            raise ZeroError(f"{call}() inside AveragedModel.swapped_in: leave the with block first")
         if store.asleep:
             raise ZeroError(f"{call}() of a model whose store sleeps: call zero_core.wake(model) first")
         with torch.no_grad():
@@ -135,8 +134,8 @@ class Earlier:
             store.wait()
         except Exception as error:
             raise AlreadyShardedError(
-                f"the model is sharded already, and its store cannot give the values back ({error}): build the model "
-                f"again, and load a checkpoint. Next time, call {call}() before optimizer.close(), which keeps them"
+                f"the model is sharded already, and its values cannot be read from the store ({error}): build the "
+                f"model again, and load a checkpoint. Next time, call {call}() before optimizer.close()"
             ) from error
         self._refuse_gradients(engine)
         if engine.commits is not None:

@@ -103,9 +103,7 @@ def commit(model: nn.Module) -> None:
     """
     commits = handle(model).engine.commits
     if commits is None or not commits.begun:
-        raise ZeroError(
-            "commit() of a model that does not keep its steps: call zero_core.resume(model, optimizer) before"
-        )
+        raise ZeroError("commit() without resume(): call zero_core.resume(model, optimizer) before the first forward")
     commits.finish()
 
 
@@ -156,15 +154,15 @@ class _Run:
             raise CheckpointError(f"the run has format {run['format']}; this zero-core reads up to {FORMAT}")
         optimizer, scale = self._handle.optimizer, self._handle.engine.loss_scale
         for what, mine, there in (
-            ("scheduler", self._scheduler is not None, run["scheduler"] is not None),
-            ("loss scale", scale is not None, run["loss_scale"] is not None),
+            ("scheduler given", self._scheduler is not None, run["scheduler"] is not None),
+            ("loss_scale given", scale is not None, run["loss_scale"] is not None),
             ("groups", [g["params"] for g in match.named_groups(self._handle)], [g["params"] for g in run["groups"]]),
             ("buffers", _shapes(dict(self._buffers())), _shapes(run["buffers"])),
         ):
             if mine != there:
                 raise CheckpointError(
-                    f"the run on disk had another {what} ({_short(there)}, now {_short(mine)}): start it as it was, or "
-                    "remove its slab to begin again"
+                    f"{what}: {_short(there)} in the run on disk, {_short(mine)} now. Start the run as it was, or "
+                    "remove its slab to begin a new run"
                 )
         for name, buffer in self._buffers():
             buffer.copy_(run["buffers"][name])

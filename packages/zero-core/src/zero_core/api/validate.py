@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.ranks import BLANK
-from ..errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
+from ..errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError, listed
 from ..gradients.loss_scaling import LossScale
 from ..optim.joint import members_of
 from ..optim.optimizer import ShardedOptimizer
@@ -44,7 +44,7 @@ def check_given(
     if param_dtype is not None and param_dtype not in FLOATS:
         raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
+        raise ZeroError(f"max_grad_norm={max_grad_norm}: give a norm above 0, or None, which does not clip")
     if any(isinstance(each, ShardedOptimizer) or "_zero_sharded" in each.__dict__ for each in members_of(optimizer)):
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
     held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, Optimizer))
@@ -56,14 +56,14 @@ def check_given(
                 f": give shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and "
                 "prepare only the data loader with accelerate"
                 if accelerates
-                else ", whose step() would be skipped for shards: use one optimizer whose own step() does both"
+                else ", whose step() would not run on the shards: use one optimizer whose step() does the work of both"
             )
         )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ZeroError(
-                f"{name or 'the model'} is a TorchScript module with parameters. No hook can run inside its compiled "
-                "forward to gather them: shard the modules that it was made of, and compile blocks with torch.compile"
+                f"{name or 'the model'} is a TorchScript module with parameters. Its compiled forward runs no hooks, "
+                "so nothing can gather them: leave torch.jit out, and compile each block with torch.compile"
             )
     check_initialised(model)
     for name, _, parameter, _, _ in named_parts(model):
@@ -80,14 +80,14 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, param_dtype: torch
     plain = [(n, p) for n, p in model.named_parameters() if p.__dict__.get("_zero_home") is None]
     if pending := [name for name, parameter in plain if parameter.grad is not None]:
         raise ZeroError(
-            f"{len(pending)} parameters have gradients already ({pending[0]} ...), which shard() would lose: call "
-            "optimizer.step() or zero_grad() before"
+            f"shard() would lose the gradients of {listed(pending, most=1)}: call optimizer.step() or "
+            "optimizer.zero_grad() before shard()"
         )
     trained, stepped = [p for p in given if p.requires_grad], {id(p) for p in given}
     if odd := [p.dtype for p in trained if not p.is_floating_point()]:
         raise UnsupportedOptimizerError(
             f"the optimizer trains parameters of {odd[0]}, and shards are trained in float32, bfloat16 or float16: "
-            "leave them to an optimizer of their own"
+            "give them to a second optimizer, which is not passed to shard()"
         )
     for name, parameter in plain:
         wanted = getattr(parameter, "grad_dtype", parameter.dtype)
@@ -100,17 +100,17 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, param_dtype: torch
         if id(parameter) in ids and param_dtype is None and parameter.dtype not in FLOATS:
             raise StageError(
                 f"{name} is {parameter.dtype}, and shards keep a float32 master: cast the model to float32, bfloat16 "
-                "or float16, or pass param_dtype="
+                "or float16, or pass param_dtype=torch.float32"
             )
         if parameter.is_quantized:
             raise ZeroError(
                 f"{name} has the quantised dtype {parameter.dtype}, and its scales are stored outside of its memory: "
                 "dequantise it, or keep it as a buffer, before zero_core.shard"
             )
-    if strangers := [p.shape for p in given if id(p) not in mine]:
+    if strangers := [str(tuple(p.shape)) for p in given if id(p) not in mine]:
         raise ZeroError(
-            f"the optimizer has {len(strangers)} parameters that the model lacks (the first: {strangers[:3]}): build "
-            "it from model.parameters() of the model given to shard"
+            f"the optimizer has parameters that the model lacks, of shapes {listed(strangers, most=3)}: build it from "
+            "model.parameters() of the model given to shard"
         )
 
 
@@ -143,8 +143,8 @@ def check_find_unused(stage: int) -> None:
     if not STAGES[stage].keeps_parameters:
         raise StageError(
             f"find_unused_parameters=True cannot be used with stage={stage}: all ranks gather each unit when it runs, "
-            f"so none may skip one. Use stage 0, 1 or 2. Or leave find_unused_parameters out, and where a batch has no "
-            f"input for some units, {BLANK}"
+            "so no rank may skip one. Use stage 0, 1 or 2. Or leave find_unused_parameters out, and where a batch has "
+            f"no input for some units, {BLANK}"
         )
 
 
@@ -159,4 +159,4 @@ def check_update_in_backward(
         (find_unused_parameters, "find_unused_parameters=True, which keeps whole gradients until the step"),
     ):
         if refused:
-            raise StageError(f"update_in_backward=True cannot be combined with {reason}")
+            raise StageError(f"update_in_backward=True cannot be combined with {reason}. Leave one of the two out")

@@ -22,7 +22,7 @@ from .reducer import Reducer
 
 Key = tuple[int, int]  # a unit's index, and the number of a parameter in it
 USED_UP = (
-    "was used up in backward, as zero_core.shard(update_in_backward=True) says: leave that out, or change the gradient "
+    "was used up in backward, because of update_in_backward=True: leave update_in_backward out, or change the gradient "
     "in parameter.register_hook"
 )
 
@@ -93,7 +93,7 @@ class GradientAccess:
             )
         if unit.gradient.leftover[k] is Leftover.STEPPED:
             raise GradientError(
-                f"step() has used up the gradient of {name}: ask between backward() and step(), and call "
+                f"step() has used up the gradient of {name}: use it between backward() and step(), and call "
                 "optimizer.zero_grad() after each step()"
             )
         if not self._complete_all([(unit, k)])[0]:

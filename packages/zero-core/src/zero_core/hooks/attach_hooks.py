@@ -57,17 +57,17 @@ class _Collector:
         last: Any = next(reversed(hooks.values()))
         if last is not self:
             raise GradientError(
-                f"{getattr(last, '__qualname__', last)} was put on {name} with register_post_accumulate_grad_hook "
-                "inside a forward or inside zero_core.gathered, and would find no gradient, because gradients have "
-                "left for the shards by then. Register it outside of both, before or after zero_core.shard"
+                f"the post_accumulate_grad hook {getattr(last, '__qualname__', last)} was registered on {name} inside "
+                "a forward or inside zero_core.gathered. It would find no gradient, because gradients have moved to "
+                "the shards before it runs. Register it outside of both, before or after zero_core.shard"
             )
         if len(hooks) > 1 and unit.gradient.used[self.k]:
             first: Any = next(iter(hooks.values()))
             raise GradientError(
-                f"{getattr(first, '__qualname__', first)}, put on {name} with register_post_accumulate_grad_hook, sees "
-                "the gradient of this backward only, and in torch it would see the sum since zero_grad(): earlier "
-                "gradients have left for the shards. Remove the hook, and read the sum with zero_core.full_gradient "
-                "or change it with zero_core.set_full_gradient before step(); or make one backward in each step"
+                f"the post_accumulate_grad hook {getattr(first, '__qualname__', first)} on {name} would see the "
+                "gradient of this backward only. In torch it sees the sum since zero_grad(), but earlier gradients "
+                "have moved to the shards. Remove the hook, and read the sum with zero_core.full_gradient or change it "
+                "with zero_core.set_full_gradient before step(); or make one backward in each step"
             )
         collect(unit, self.k)
 
@@ -168,9 +168,9 @@ class Attachment:
             if found is parameter or (found is not None and not isinstance(unwrapped(found), nn.Parameter)):
                 continue  # torch.func.functional_call puts plain tensors there, which need no unit's memory
             raise ChangedParameterError(
-                f"{name} is not the parameter that was sharded: the module was moved or exported, or the parameter "
-                "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or pass "
-                "plain tensors to torch.func.functional_call: {name: parameter.detach()}"
+                f"{name} is not the parameter that was sharded: it was replaced, or its module moved or exported, "
+                "after zero_core.shard. Do that before shard. To change values, write them inside zero_core.gathered. "
+                "To torch.func.functional_call, pass plain tensors: {name: parameter.detach()}"
             )
 
     def check_added(self, module: nn.Module) -> None:
@@ -192,11 +192,11 @@ class Attachment:
             found = next((name for name, parameter in self._untrained if parameter.requires_grad), None)
         if found is not None:
             raise ChangedParameterError(
-                f"{found} requires a gradient, and did not when the model was sharded: it has no memory for optimizer "
-                "states, and no step would train it. Call zero_core.shard while all that will be trained requires a "
-                "gradient, and freeze with requires_grad_(False) after that, which can be undone at any time (with "
-                "PEFT: model.set_requires_grad([names of adapters]) before shard, set_adapter after). To run it "
-                "without training it, use torch.no_grad()"
+                f"{found} requires a gradient, and did not when the model was sharded, so it has no optimizer states "
+                "and step() would not train it. Before zero_core.shard, call requires_grad_(True) on each parameter "
+                "that will be trained later (with PEFT: model.set_requires_grad([names of adapters])). After it, "
+                "freeze and unfreeze with requires_grad_ (PEFT: set_adapter). To run the parameter without training "
+                "it, use torch.no_grad()"
             )
 
 

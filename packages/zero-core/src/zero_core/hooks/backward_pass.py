@@ -246,10 +246,10 @@ class NestedGradients:
             unit.gradient.collect(k)
             raise GradientError(
                 f"a backward() inside of the forward of unit {unit.name!r} gave {unit.layout.slots[k].name} a "
-                "gradient. In torch, p.grad is then the sum since zero_grad(). It is not available here: a part of it "
-                "has left for the shards, or update_in_backward or loss_scale= is used. Call zero_grad() before this "
-                "forward, or backward() after it, or take the gradients inside of it with torch.autograd.grad(), and "
-                "set p.grad for an optimizer there"
+                "gradient. In torch, p.grad is then the sum since zero_grad(). Here a part of the sum has moved to the "
+                "shards, or update_in_backward or loss_scale= is used. Call zero_grad() before this forward, or call "
+                "backward() after it. Or use torch.autograd.grad() inside of it, and set p.grad if an optimizer steps "
+                "there"
             )
         self.waiting.add((unit, k))
 

@@ -268,8 +268,8 @@ class Engine:
         """Why the shards cannot be read now, and the way out; None: they can."""
         if self.busy or in_backward():
             return (
-                "inside forward or backward: call it after loss.backward() returned. A gradient can be changed on its "
-                "way, too: parameter.register_hook sees this rank's part of it"
+                "inside forward or backward: call it after loss.backward() has returned. To change a gradient during "
+                "backward, use parameter.register_hook, which gets this rank's part of it"
             )
         if self.gathered:
             return "inside zero_core.gathered, which writes parameters back at its end: leave the with block first"
@@ -284,9 +284,9 @@ class Engine:
         self.calls.refuse_others(what)
         if self.reducer.updating:
             raise ZeroError(
-                f"{what} after an update of {type(self.model).__name__} that did not end, because of Ctrl-C or an "
-                "error: some parameters are updated and some are not. Build the model and its optimizer again, and "
-                "load the last checkpoint"
+                f"{what} of {type(self.model).__name__} is refused: Ctrl-C or an error cut an update short, so some "
+                "parameters are updated and some are not. Build the model and its optimizer again, and load the last "
+                "checkpoint"
             )
         if self._stack and self.calls.over("forward"):
             self._abandon_forward()
@@ -314,12 +314,12 @@ class Engine:
     def refuse_over(self, what: str) -> None:
         """Raise ZeroError, which begins with `what`, if the model is no longer sharded this way."""
         if self.over is not None:
-            raise ZeroError(f"{what} with an earlier zero_core.shard of {type(self.model).__name__}, {self.over}")
+            raise ZeroError(f"{what} needs shards that {type(self.model).__name__} no longer has, {self.over}")
 
     @mended
     def settle(self) -> None:
         """Give every lease back: the store may be read, written and updated after this."""
-        self.mend("a step, a checkpoint or another use")
+        self.mend("this call")
         if self.gathered:
             raise ZeroError(
                 "a step, a checkpoint or close() inside zero_core.gathered, which holds parameters outside of their "

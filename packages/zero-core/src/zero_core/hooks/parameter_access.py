@@ -59,8 +59,8 @@ class Place(Home):
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         if not self.is_of(parameter):
             raise ChangedParameterError(
-                f"tensor.data = values for a tensor that shares the memory of {self.name}: in torch they would not "
-                "share memory any more. Assign the values to the attribute that holds the tensor"
+                f"tensor.data = values on a tensor that shares the memory of {self.name} would end the sharing, as in "
+                "torch, which shards cannot do. Assign the values to the attribute that holds the tensor"
             )
         self.engine.copies.write(self.unit, self.index, values, None)  # torch counts no p.data = values
         self.engine.writes.given(self.name, values, trained=self.unit.trainable)
@@ -153,8 +153,8 @@ class Left(Place):
     def full_copy(self, parameter: Tensor) -> Tensor:
         kind = type(self.engine.model).__name__
         raise ShardedParameterError(
-            f"{self.name} has no values any more: it was not in the {kind} when zero_core.shard was called again. Copy "
-            "what you need of a module before you remove it, p.detach().clone(), or call zero_core.unshard before"
+            f"the values of {self.name} were lost when the {kind} was sharded again without it: build its module "
+            "again. Next time, copy p.detach().clone() before you remove the module, or call zero_core.unshard first"
         )
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
@@ -249,8 +249,8 @@ class _Snapshot(ParameterCopy):
 
     def check(self) -> None:
         raise ChangedParameterError(
-            f"{self._name} of a state dict was written, which is a copy, as the state dict was taken inside "
-            "zero_core.gathered, forward or backward: write into the parameter itself, or load_state_dict(state)"
+            f"{self._name} of a state dict was written. The state dict is a copy, because it was taken inside "
+            "zero_core.gathered, forward or backward: write into the parameter itself, or call load_state_dict(state)"
         )
 
 

@@ -182,8 +182,8 @@ class Commits:
         """Commits the step before, if there is one. last: whatever `every` is. Raises ZeroError before `begin`."""
         if self._run is None:
             raise ZeroError(
-                "the store of this model is durable, and nobody has said what belongs to a step besides its tensors: "
-                "call zero_core.resume(model, optimizer) after shard() and before the first forward"
+                "the store of this model is durable, and resume() was not called: call zero_core.resume(model, "
+                "optimizer) after shard() and before the first forward"
             )
         _, blob_of, every = self._run
         if self._pending is not None and (last or self._pending[1] >= every):
