@@ -105,7 +105,7 @@ def test_experts_in_groups_are_called_as_advised():
     x, index, weights = unit.batch([[0, -1]] * 6)
     with advised("flatten the tokens"):
         run_groups(groups, edges, x.unflatten(0, (2, 3)), index, weights)
-    with advised("6 of 12 entries", f"give slots that are not used an index of {unit.EXPERTS} or more"):
+    with advised("(6 of 12)", f"give unused slots an index of {unit.EXPERTS} or more"):
         run_groups(groups, edges, x, index, weights)
     index[index < 0] = unit.EXPERTS
     found = run_groups(groups, edges, x, index, weights)
@@ -306,7 +306,7 @@ def test_a_gradient_is_read_from_a_store_after_a_backward():
     net, optimizer = sharded()
     step(net, optimizer)
     store = zero_core.handle(net).store
-    with advised("so there is none to read or write: run a backward first"):
+    with advised("run a backward before reading or writing"):
         store.read_gradient(0, 0, 4)
     backward(net)
     full_gradient(net[0].weight)

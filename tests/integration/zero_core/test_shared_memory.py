@@ -168,24 +168,24 @@ REFUSED = [
     (does("net.a.weight.data, net.b.weight.data = torch.ones(WIDTH, 2 * WIDTH).chunk(2, dim=1)"),
      r"b.weight \(8, 8\) and a.weight .* give one memory of its own", COPY),
     (does("net.w = net.a.weight.data[2:7]"),
-     r"w \(5, 8\), a Tensor .* over the memory of a.weight .* index it where the values are used", "del model.w"),
-    (does("net.w = net.a.weight.data.t()"), r"w \(8, 8\), a Tensor .* over the memory of a.weight", ""),
-    (buffered, r"the buffer b.w \(8, 8\) lies over the memory of the parameter a.weight",
+     r"w \(5, 8\), a Tensor .* memory with a.weight .* index it where the values are used", "del model.w"),
+    (does("net.w = net.a.weight.data.t()"), r"w \(8, 8\), a Tensor .* shares memory with a.weight", ""),
+    (buffered, r"the buffer b.w \(8, 8\) shares memory with the parameter a.weight",
      "del model.b.w; model.b.w = model.a.weight.detach()"),
     (first_rows, r"index the attribute in forward\(\)", "del model.w; model.w = model.a.weight.detach()"),
     (does("net.b.bias = nn.Parameter(torch.zeros(1).expand(WIDTH))"), r"b.bias \(8,\) has the strides \(0,\)",
      "model.b.bias = nn.Parameter(model.b.bias.detach().clone())"),
-    (does("net.w = net.a.weight[:4]"), r"w \(4, 8\), a Tensor .* over the memory of a.weight", "del model.w"),
+    (does("net.w = net.a.weight[:4]"), r"w \(4, 8\), a Tensor .* shares memory with a.weight", "del model.w"),
     (does("net.w = torch.zeros(128)", "net.a.weight.data, net.b.weight.data = net.w.view(2, WIDTH, WIDTH).unbind()"),
-     r"w \(128,\), a Tensor .* over the memory of a.weight", ""),
+     r"w \(128,\), a Tensor .* shares memory with a.weight", ""),
     (does("net.w = net.a.weight.data.view(torch.int32)"),
-     r"w \(8, 8\), a Tensor of torch.int32, lies over .* give the tensor memory of its own", "del model.w"),
+     r"w \(8, 8\), a Tensor of torch.int32, shares memory .* give the tensor memory of its own", "del model.w"),
     (two_pairs, r"b.weight .* over the same memory.*\. The same is true of b.bias and a",
      f"{COPY}; model.b.bias.data = model.b.bias.data.clone()"),
 ]  # fmt: skip
 
 
-@pytest.mark.advice("or let the other show its values without a gradient", "assign one parameter to both")
+@pytest.mark.advice("or replace the other by a tensor without a gradient", "assign one parameter to both")
 @pytest.mark.parametrize(("share", "match", "advice"), REFUSED)
 def test_what_would_be_trained_apart_is_refused_and_trains_as_advised(share: Any, match: str, advice: str) -> None:
     """The model is as it was. Fails if the error does not give the advice, or that does not train as torch does."""
@@ -222,7 +222,7 @@ def test_a_buffer_and_a_parameter_over_a_deferred_parameter_are_refused() -> Non
     for optimizer in (adam(model), None):
         with pytest.raises(ShardedParameterError, match="b.weight .* and a.weight .* over the same memory"):
             zero_core.shard(model, optimizer)
-    with pytest.raises(DeferredInitError, match="the buffer w of a Linear lies over the memory of a parameter"):
+    with pytest.raises(DeferredInitError, match="the buffer w of a Linear shares memory with a parameter"):
         with zero_core.deferred_init(seed=0):
             Net(buffered)
     with zero_core.deferred_init(seed=0):
@@ -248,9 +248,9 @@ def test_a_model_over_the_memory_of_one_that_was_sharded_is_refused() -> None:
     second.load_state_dict(first.state_dict(), assign=True)
     third.w = first.b.weight.detach()
     zero_core.shard(first, adam(first))
-    with pytest.raises(ShardedParameterError, match="a.weight lies over the memory that a.weight of another model"):
+    with pytest.raises(ShardedParameterError, match="a.weight shares memory with a.weight of another model"):
         zero_core.shard(second.requires_grad_(False))
-    with pytest.raises(ShardedParameterError, match="w lies over the memory that b.weight of another model"):
+    with pytest.raises(ShardedParameterError, match="w shares memory with b.weight of another model"):
         zero_core.shard(third, adam(third))
     for parameter in second.parameters():
         parameter.data = parameter.data.clone()

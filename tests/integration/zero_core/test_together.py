@@ -200,15 +200,15 @@ def test_masters_of_16_bit_parameters_are_stepped_together():
 def test_shards_of_several_ranks_are_refused_and_a_contract_helps():
     with pytest.raises(UnsupportedOptimizerError, match="Noise has drawn random numbers in step"):
         train(*sharded(Noise, stage=0), last=1)
-    with pytest.raises(UnsupportedOptimizerError, match=r"Norm has no contract.*say shard\(optimizer_contract="):
+    with pytest.raises(UnsupportedOptimizerError, match=r"Norm has no .*say shard\(optimizer_contract="):
         sharded(Norm, stage=2)
-    with pytest.raises(UnsupportedOptimizerError, match="together, as its contract says.*Use an optimizer that steps"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"='together'.*Use an optimizer that steps"):
         sharded(Norm, stage=3, optimizer_contract="together")
     train(*sharded(lambda groups: torch.optim.AdamW(groups), stage=2))
 
 
 def test_update_in_backward_and_a_step_of_what_had_no_gradient_are_refused():
-    with pytest.raises(UnsupportedOptimizerError, match="update_in_backward=True with Norm, which is not elementwise"):
+    with pytest.raises(UnsupportedOptimizerError, match="with Norm, whose optimizer_contract is not 'elementwise'"):
         sharded(Norm, stage=3, update_in_backward=True)
     model, optimizer = sharded(Decays)
     model.blocks[0](torch.ones(1, 6)).sum().backward()

@@ -105,7 +105,9 @@ def test_the_list_holds_for_options_that_are_on_or_off_as_they_were_compared():
     assert contracts.contract_of(listed) == contracts.BY_ITSELF
     listed.param_groups[1]["pre_norm"] = True  # a norm over all gradients
     assert contracts.contract_of(listed) == contracts.TOGETHER
-    assert str(contracts.apart(listed)).startswith("Lamb has no contract with pre_norm=True (compared: False), so its")
+    assert str(contracts.apart(listed)).startswith(
+        "Lamb has no optimizer_contract with pre_norm=True (compared: False), so its"
+    )
 
 
 def test_the_list_holds_for_versions_that_were_compared(monkeypatch):

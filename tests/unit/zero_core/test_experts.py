@@ -115,7 +115,7 @@ def test_a_group_without_tokens_has_zeros_as_gradients_and_its_hooks_run_forward
 
 def test_a_negative_index_is_refused():
     groups, edges = grouped(experts(), (3, 3))
-    with pytest.raises(ZeroError, match="1 of 4 entries of top_k_index are negative"):
+    with pytest.raises(ZeroError, match=r"top_k_index has negative entries \(1 of 4\)"):
         run_groups(groups, edges, *batch([[0, -1], [1, 2]]))
 
 
@@ -340,5 +340,5 @@ def test_an_input_that_was_changed_before_backward_is_refused():
     part.keep(Hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
     part.run()
     kept[0].add_(1)
-    with pytest.raises(ZeroError, match="was changed in place before its backward"):
+    with pytest.raises(ZeroError, match="was changed in place before its backward: change a copy"):
         part.run()

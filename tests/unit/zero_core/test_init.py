@@ -257,11 +257,11 @@ def doubled(net):
 def test_a_deferred_model_is_written_inside_the_context_or_after_shard():
     net = doubled(deferred(model))
     with advised(
-        "0.weight were written after deferred_init() was left",
-        "write them inside the context, or after shard() inside zero_core.gathered",
+        "values written into 0.weight after the with block of deferred_init()",
+        "write them inside the block, or after shard() inside zero_core.gathered",
     ):
         zero_core.shard(net, sgd(net))
-    with advised("write them inside the context"):
+    with advised("write them inside the block"):
         zero_core.TiledLinear.from_linear(net[0], out_splits=2)
     inside, after = deferred(lambda: doubled(model())), deferred(model)
     assert zero_core.TiledLinear.from_linear(inside[0], out_splits=2) is not None
@@ -272,7 +272,7 @@ def test_a_deferred_model_is_written_inside_the_context_or_after_shard():
     assert torch.equal(inside[0].weight.detach(), after[0].weight.detach())
 
 
-@pytest.mark.advice("give it a copy, or build this part of the model outside")
+@pytest.mark.advice("use a copy, or build this part outside")
 @pytest.mark.promise("deferred-read-changed")
 @pytest.mark.parametrize("real", [torch.ones(3, 3), nn.Linear(3, 3).weight])  # the second was written once already
 def test_values_read_from_a_real_tensor_are_those_it_had(real) -> None:
@@ -287,5 +287,5 @@ def test_values_read_from_a_real_tensor_are_those_it_had(real) -> None:
         late.load_state_dict({"weight": real})
     with torch.no_grad():
         real.zero_()
-    with pytest.raises(DeferredInitError, match=r"read a tensor of shape \(3, 3\) that was changed afterwards"):
+    with pytest.raises(DeferredInitError, match=r"read a tensor of shape \(3, 3\) that was changed later"):
         zero_core.materialise(late)

@@ -196,18 +196,18 @@ def _follower(lead: Extent, other: Extent) -> Follower:
     part, tensor = lead.tensor, other.tensor
     if other.kind == "buffer":
         raise ShardedParameterError(
-            f"the buffer {other.name} {tuple(tensor.shape)} lies over the memory of the parameter {lead.name} "
+            f"the buffer {other.name} {tuple(tensor.shape)} shares memory with the parameter {lead.name} "
             f"{tuple(part.shape)}, and buffers are not sharded. Delete it and assign a plain attribute, which follows "
-            f"the parameter: `del {_path(other.name)}; {_path(other.name)} = {_path(lead.name)}.detach()`, and if it "
-            "was over a part, index the attribute in forward(); or give it memory of its own with clone(), before "
-            "zero_core.shard"
+            f"the parameter: `del {_path(other.name)}; {_path(other.name)} = {_path(lead.name)}.detach()`. If the "
+            "buffer was a part of the parameter, index the attribute in forward(). Or give the buffer memory of its "
+            "own with clone(), before zero_core.shard"
         )
     if type(tensor) is not Tensor or tensor.requires_grad or not _same(lead, other):
         raise ShardedParameterError(
-            f"{other.name} {tuple(tensor.shape)}, a {type(tensor).__name__} of {tensor.dtype}, lies over the memory of "
-            f"{lead.name} {tuple(part.shape)} and cannot follow it into shards. Only a plain tensor over all of its "
-            "memory that requires no gradient can: index it where the values are used, or give the tensor memory of "
-            "its own with clone(), before zero_core.shard"
+            f"{other.name} {tuple(tensor.shape)}, a {type(tensor).__name__} of {tensor.dtype}, shares memory with "
+            f"{lead.name} {tuple(part.shape)} and cannot follow it into shards. Only a plain tensor of the same shape "
+            "and dtype, without a gradient, can: assign one, such as p.detach(), and index it where the values are "
+            "used. Or give the tensor memory of its own with clone(), before zero_core.shard"
         )
     return Follower(tensor, part)
 
@@ -240,13 +240,13 @@ def _two_parameters(first: Extent, second: Extent) -> str:
     ways = "keep one parameter, and index it in forward()"
     if _same(first, second):
         ways = (
-            f"assign one parameter to both, `{again} = {one}`, or let the other show its values without a gradient, "
+            f"assign one parameter to both, `{again} = {one}`; or replace the other by a tensor without a gradient, "
             f"`del {again}; {again} = {one}.detach()`"
         )
     return (
         f"{second.name} {tuple(second.tensor.shape)} and {first.name} {tuple(first.tensor.shape)} are two parameters "
-        "over the same memory. In torch a write into one shows in the other, and an update too; shards would keep them "
-        f"apart. Before you build the optimizer, {ways}; or give one memory of its own: `{_own_memory(second)}`"
+        "over the same memory. In torch a write or an update of one changes the other too. In shards it would not. "
+        f"Before you build the optimizer, {ways}; or give one memory of its own: `{_own_memory(second)}`"
     )
 
 
@@ -256,8 +256,8 @@ def _more(pairs: Sequence[tuple[Extent, Extent]]) -> str:
     more = f". The same is true of {listed(others)}" if others else ""
     if any("lora_" in name for name in (pairs[0][0].name, pairs[0][1].name)):
         more += (
-            ". PEFT ties the adapters of an embedding and its head so: set ensure_weight_tying to False in its config, "
-            "which adapts the modules that it names, each with memory of its own"
+            ". PEFT has tied the adapters of an embedding and its head: set ensure_weight_tying to False in its "
+            "config, and each adapter has memory of its own"
         )
     return more
 
@@ -269,8 +269,7 @@ def _own_memory(extent: Extent) -> str:
 
 def _of_another_model(earlier: Extent, here: Extent) -> str:
     return (
-        f"{here.name} lies over the memory that {earlier.name} of another model had until zero_core.shard was called "
-        "for that one. In torch, training one of the two would change the other, which shards cannot. Give it memory "
-        f"of its own before shard, `{_own_memory(here)}`, or shard one module that has both models, with the same "
-        "parameter in both places"
+        f"{here.name} shares memory with {earlier.name} of another model, which is sharded already. In torch, training "
+        "one of the two would change the other. In shards it would not. Give it memory of its own before shard, "
+        f"`{_own_memory(here)}`, or shard one module that has both models, with the same parameter in both places"
     )

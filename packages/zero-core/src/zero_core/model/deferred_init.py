@@ -51,11 +51,11 @@ def deferred_init(seed: int | None = None) -> Iterator[Recording]:
 def continue_recording(module: nn.Module) -> Iterator[None]:
     """Builds more modules in the recording of `module`'s own parameters, and from their values."""
     if (recording := recording_of(module)) is None:
-        raise DeferredInitError(f"{type(module).__name__} is on meta and was not built in deferred_init()")
+        raise DeferredInitError(f"{type(module).__name__} is on the meta device: build it inside deferred_init()")
     if changed := [name for name, p in module.named_parameters(recurse=False) if recording.changed_since(p)]:
         raise DeferredInitError(
-            f"{', '.join(changed)} of a {type(module).__name__} were written after deferred_init() was left, which "
-            "nothing recorded: write them inside the context"
+            f"values written into {', '.join(changed)} of a {type(module).__name__} after the with block of "
+            "deferred_init() were not recorded: write them inside the block"
         )
     with _recording_into(recording):
         yield
@@ -82,8 +82,8 @@ def _recording_into(recording: Recording) -> Iterator[None]:
         with _unrecorded():
             if recording.has_parameter_over(buffer):
                 raise DeferredInitError(
-                    f"the buffer {name} of a {type(module).__name__} lies over the memory of a parameter, and buffers "
-                    f"are not sharded: assign a plain attribute, `self.{name} = parameter.detach()`, which follows the "
+                    f"the buffer {name} of a {type(module).__name__} shares memory with a parameter, and buffers are "
+                    f"not sharded: assign a plain attribute, `self.{name} = parameter.detach()`, which follows the "
                     "parameter, or give the buffer memory of its own with clone()"
                 )
             return recording.replay(buffer)

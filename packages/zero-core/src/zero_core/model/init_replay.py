@@ -200,7 +200,7 @@ class Replay:
                 if value.tensor._version != value.version:
                     raise DeferredInitError(
                         f"{node.function} in deferred_init() read a tensor of shape {tuple(value.tensor.shape)} "
-                        "that was changed afterwards; give it a copy, or build this part of the model outside"
+                        "that was changed later, so shard() cannot repeat it: use a copy, or build this part outside"
                     )
                 return value.tensor.cpu()
             return _plain(value)

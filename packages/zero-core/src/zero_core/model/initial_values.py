@@ -63,8 +63,8 @@ class Initialiser:
             )
         if changed:
             raise DeferredInitError(
-                f"{listed(changed)} were written after deferred_init() was left, which nothing recorded: write them "
-                "inside the context, or after shard() inside zero_core.gathered"
+                f"values written into {listed(changed)} after the with block of deferred_init() were not recorded: "
+                "write them inside the block, or after shard() inside zero_core.gathered"
             )
         if uninitialised:
             raise DeferredInitError(f"nothing initialises {listed(uninitialised)}: {_WAY_OUT}")

@@ -32,8 +32,8 @@ class Pairs:
         self.bounds: list[int] = torch.searchsorted(self.experts, borders).tolist()  # the one wait for a device
         if self.bounds[0]:
             raise ZeroError(
-                f"{self.bounds[0]} of {flat.numel()} entries of top_k_index are negative, and name no expert: give "
-                f"slots that are not used an index of {edges[-1][1]} or more, or a weight of 0"
+                f"top_k_index has negative entries ({self.bounds[0]} of {flat.numel()}), which name no expert: give "
+                f"unused slots an index of {edges[-1][1]} or more, or a weight of 0"
             )
 
     def counts(self) -> list[int]:

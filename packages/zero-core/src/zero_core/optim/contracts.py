@@ -107,18 +107,17 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
     declared = _listed(member) or vars(member).get(_DECLARED) or _by_attribute(member)
     kind = kind_of(member)
     why = (
-        f"{kind} steps its parameters together, as its contract says"
+        f"{kind} steps its parameters together (optimizer_contract='together')"
         if declared
-        else f"{kind} has no contract{_other_options(member)}, so its parameters are stepped together"
+        else f"{kind} has no optimizer_contract{_other_options(member)}, so its parameters are stepped together"
     )
     ways = (
-        "Use an optimizer that steps each parameter by itself, or one that is elementwise, such as AdamW"
+        "Use an optimizer that steps each parameter by itself, such as AdamW"
         if declared
-        else 'If its step looks at one parameter at a time, say shard(optimizer_contract="by itself"), and '
-        '"elementwise" if parts of a parameter may be stepped apart; or use an optimizer that has a contract, such as '
-        "AdamW"
+        else 'If its step() works on one parameter at a time, say shard(optimizer_contract="by itself"). If it works '
+        'on one element at a time, say "elementwise". Or use an optimizer that has a contract, such as AdamW'
     )
-    return f"{why}; that needs all of them on one device, with one rank or stage=0 and without store=. {ways}"
+    return f"{why}; that needs one rank or stage=0, and no store=. {ways}"
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> str | None:

@@ -116,8 +116,8 @@ class DeviceShard:
         """Returns (numel,) of the reduce dtype, or fp32. Raises StoreError if there is no gradient."""
         if self.gradient is None:
             raise StoreError(
-                f"no gradient of {self.spec.name} was accepted since the last update, so there is none to read or "
-                "write: run a backward first"
+                f"{self.spec.name} has received no gradient since the last update: run a backward before reading or "
+                "writing it"
             )
         return self.gradient
 

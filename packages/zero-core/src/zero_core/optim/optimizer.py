@@ -71,8 +71,8 @@ class ShardedOptimizer(Optimizer):
         if updates is not None:
             if self._by_itself or self._together:
                 raise UnsupportedOptimizerError(
-                    f"update_in_backward=True with {self._kind}, which is not elementwise by its contract and steps in "
-                    "step(): leave update_in_backward out"
+                    f"update_in_backward=True with {self._kind}, whose optimizer_contract is not 'elementwise': leave "
+                    "update_in_backward out"
                 )
             updates.options = self._options
         self.state = States()

@@ -114,8 +114,8 @@ def step_twice(trial: Any, parameter: nn.Parameter, gradient: Tensor) -> None:
             except Exception as error:
                 raise UnsupportedOptimizerError(
                     f"a trial step of {kind_of(trial)} over a parameter of shape {tuple(parameter.shape)} raised "
-                    f"{type(error).__name__}: {error}. Shards are stepped by a copy of the optimizer, so what it needs "
-                    "must be in its param_groups and its state, and step() must work without a closure"
+                    f"{type(error).__name__}: {error}. A copy of it steps the shards, so what step() needs must be in "
+                    "param_groups and state, and step() must work without a closure. Or use another optimizer"
                 ) from error
 
 
@@ -282,8 +282,7 @@ def check_step(running: Any, group: Mapping[str, Any], options: Mapping[str, Any
         for key, value in wanted.items():
             if key in found and _bits(found[key]) != _bits(value):
                 raise UnsupportedOptimizerError(
-                    f"after the step of {name}, {type(running).__name__} has {found[key]!r} in {what} under {key!r}, "
-                    f"and after that of a small parameter {value!r}: its step depends on more than one parameter, so "
-                    'its contract is not "by itself". Use an optimizer whose contract is, or an elementwise one, such '
-                    "as AdamW"
+                    f"the step of {name} has set {key!r} in {what} of {type(running).__name__} to {found[key]!r}, and "
+                    f"the step of a small parameter has set it to {value!r}: this depends on the parameter, so the "
+                    'optimizer_contract is not "by itself". Use another optimizer, such as AdamW'
                 )

@@ -168,8 +168,8 @@ class GradientStore:
         held = self._whole(i)
         if held is None and start < stop:
             raise OffloadError(
-                f"no gradient of {self._plan.units[i].spec.name} was accepted since the last update, so there is none "
-                "to read or write: run a backward first"
+                f"{self._plan.units[i].spec.name} has received no gradient since the last update: run a backward "
+                "before reading or writing it"
             )
         dtype = held or torch.float32
         for tile in self.kept[i]:
