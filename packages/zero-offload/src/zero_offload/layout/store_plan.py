@@ -72,8 +72,7 @@ class Shards:
         self.cut: list[UnitRun] = []
         self.numel = self.trained_numel = 0
         for number, (spec, count) in enumerate(shards):
-            share = update_share if self.discrete else 0.0
-            tiles = cut(number, spec, tile_numel, discrete=self.discrete, update_share=share)
+            tiles = cut(number, spec, tile_numel, discrete=self.discrete, update_share=update_share)
             unit = PlacedUnit(spec, tiles, (), (), (), (), self.discrete)
             self.cut.append(UnitRun(unit, count, self.numel, self.trained_numel))
             self.numel += count * spec.numel

@@ -86,22 +86,18 @@ def cut(
     unit: int, spec: ShardSpec, tile_numel: int, *, discrete: bool = False, update_share: float = 0.0
 ) -> tuple[Tile, ...]:
     """The tiles of a shard; none for an empty one. A discrete device updates uncut tiles, and `update_share` of the
-    others, spread evenly."""
+    others, spread evenly: of any n of these from the first on, `update_share * n` are in it, rounded."""
     tiles: list[Tile] = []
     others = 0  # tiles so far that are not uncut
     for first, last, uncut in stretches(spec):
         for start in range(first, last, tile_numel if uncut is None else last - first):
             stop = last if uncut is not None else min(start + tile_numel, last)
             trainable = any(s.group is not None and s.start < stop and s.stop > start for s in spec.segments)
-            visits = discrete if uncut is not None else _in_share(others, update_share)
+            chosen = int((others + 1) * update_share + 0.5) > int(others * update_share + 0.5)
+            visits = discrete and (uncut is not None or chosen)
             others += uncut is None
             tiles.append(Tile(unit, len(tiles), start, stop, trainable, spec.name, uncut, visits))
     return tuple(tiles)
-
-
-def _in_share(k: int, share: float) -> bool:
-    """Whether tile k is in the share: of any n tiles from the first on, `share * n` are, rounded."""
-    return int((k + 1) * share + 0.5) > int(k * share + 0.5)
 
 
 def segment_steps(

@@ -253,8 +253,8 @@ def back(changes: dict[str, tuple[Any, Any]]) -> str:
 def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Ranks, text: str) -> Any:
     """Saves the state after `step` in the run folder, then deletes the checkpoints beyond run.keep_checkpoints.
 
-    With run.durable, writes it in the background and returns a zero_core.checkpoint.Saving for `saved`. `text` is the
-    corpus's digest, by which a resumed run recognises its text. Collective.
+    With run.durable, writes it in the background and returns a zero_core.checkpoint.Saving: wait for the last one, and
+    call `delete_old` again. `text` is the corpus's digest, by which a resumed run recognises its text. Collective.
     """
     from zero_core import checkpoint  # needs torch.distributed, which a run without checkpoints can do without
 
@@ -263,17 +263,11 @@ def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Rank
         target.mkdir(parents=True, exist_ok=True)
         replace(target / CONFIG, configuration.as_yaml(config))
     saving = checkpoint.save(target, engine.model, engine.optimizer, extra=extra, blocking=config.run.durable is None)
-    _delete_old(folder, config, ranks)
+    delete_old(folder, config, ranks)
     return saving
 
 
-def saved(saving: Any, folder: Path, config: Config, ranks: Ranks) -> None:
-    """Waits until the last checkpoint is on disk, then deletes the checkpoints beyond run.keep_checkpoints."""
-    saving.wait()
-    _delete_old(folder, config, ranks)
-
-
-def _delete_old(folder: Path, config: Config, ranks: Ranks) -> None:
+def delete_old(folder: Path, config: Config, ranks: Ranks) -> None:
     """Deletes the checkpoints beyond run.keep_checkpoints. One that is still being written does not count."""
     if ranks.leader:
         for old in checkpoints(folder)[: -config.run.keep_checkpoints]:

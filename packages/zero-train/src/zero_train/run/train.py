@@ -288,7 +288,8 @@ class Run:
                     first, told, lambda step: savings.append(resume.save(folder, step, ready, config, ranks, text))
                 )
                 if savings:
-                    resume.saved(savings[-1], folder, config, ranks)
+                    savings[-1].wait()
+                    resume.delete_old(folder, config, ranks)
             if run.durable is not None and loop.history.steps:
                 zero_core.commit(ready.model)
             if signal:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero_train.errors import ConfigError
 from zero_train.schema import RunConfig
@@ -87,7 +86,9 @@ def mean_loss(
         loss = float(found[0] if scores else found)
         if weight:
             total, count = total + loss * weight, count + weight
-            right += _ranked(found[1].logits) if scores else 0
+            if scores:
+                chosen, rejected = found[1].logits.flatten().chunk(2)  # of chosen texts, then of the others
+                right += int((chosen > rejected).sum())
         if ranks.most(stop()):
             return None
     total, count, right = (ranks.sum(value) for value in (total, count, right))
@@ -99,9 +100,3 @@ def mean_loss(
     if scores:
         trainer._metrics["eval"]["accuracy"] = [right / count]  # TRL logs the mean of this list
     return float(total / count)
-
-
-def _ranked(scores: Tensor) -> int:
-    """Counts the pairs whose chosen text has the higher score. scores: of the chosen texts, then of the others."""
-    chosen, rejected = scores.flatten().chunk(2)
-    return int((chosen > rejected).sum())
