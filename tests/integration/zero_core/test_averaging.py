@@ -113,6 +113,6 @@ def test_the_average_of_torch_is_refused_and_names_ours() -> None:
     """Fails if the refusal of a copy leaves the reader without the class that the copy was for."""
     model, optimizer = made()
     optimizer = zero_core.shard(model, optimizer)
-    with pytest.raises(ZeroError, match=r"for an average of them over steps, zero_core\.AveragedModel"):
+    with pytest.raises(ZeroError, match=r"To average weights over steps, use zero_core\.AveragedModel"):
         AveragedModel(model)
     assert zero_core.AveragedModel(model) is not None

@@ -213,7 +213,7 @@ def test_parameters_that_are_looked_up_become_a_group():
         return net, optimizer
 
     net, optimizer = made(False)
-    with advised("make them a group with an option that step() reads from param_groups"):
+    with advised("by an option of a parameter group, which step() reads from self.param_groups"):
         zero_core.shard(net, optimizer)
     step(net, optimizer)
     grouped, optimizer = made(True)

@@ -59,15 +59,15 @@ def test_freezing_in_the_run_stops_the_gradients_of_the_groups():
 
 
 @pytest.mark.advice(
-    "or pass expert_bytes=None to zero_core.shard, which",
-    "a hook on {}, whose experts are computed",
-    "has hooks for its gradient, which arrives",
+    "Or pass expert_bytes=None to zero_core.shard, which",
+    "a hook on {} would see no gradient",
+    "has gradient hooks, which would see no gradient",
 )
 def test_hooks_and_memory_in_common_are_refused_with_the_way_out():
     model = mixtures.qwen()
     cut = model.get_parameter(NAME)
     handle = cut.register_hook(lambda gradient: gradient)
-    with pytest.raises(zero_core.ZeroError, match=f"{NAME} has hooks .* expert_bytes=None"):
+    with pytest.raises(zero_core.ZeroError, match=f"{NAME} has gradient hooks.* expert_bytes=None"):
         zero_core.shard(model, adamw(model.parameters()), expert_bytes=GROUP)
     handle.remove()
     model.alias = cut.detach()

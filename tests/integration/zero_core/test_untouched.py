@@ -82,7 +82,7 @@ def test_a_class_that_cannot_be_cut_is_refused():
     model = toys.Stack()
     model.head.weight.__class__ = nn.Parameter
     model.head.weight = torch.Tensor._make_subclass(Wrapped, model.head.weight.detach(), True)
-    with pytest.raises(ShardedParameterError, match="Wrapped define __torch_dispatch__ .*convert them to plain"):
+    with pytest.raises(ShardedParameterError, match="Wrapped have __torch_dispatch__ .*convert them to plain"):
         zero_core.shard(model, toys.sgd(model.parameters()))
     model.head.weight = nn.Parameter(torch.ones(3, toys.WIDTH))
     zero_core.shard(model, toys.sgd(model.parameters()))

@@ -226,7 +226,7 @@ def test_an_option_that_decides_which_states_there_are_stays(place: str) -> None
     optimizer.param_groups[0]["max_side"] = WIDTH
     muon.own_loss_of(model, 1).backward()
     with pytest.raises(
-        UnsupportedOptimizerError, match="an option changed during the run that decides which states .* Set it back"
+        UnsupportedOptimizerError, match="an option of .* changed during .* which states .* Set it back"
     ):
         optimizer.step()
     optimizer.param_groups[0]["max_side"] = before
@@ -260,7 +260,7 @@ def test_one_name_of_two_shapes_is_refused_and_another_name_is_saved(place: str,
     model = built()
     _, adamw = pair(model.named_parameters())
     matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
-    with pytest.raises(UnsupportedOptimizerError, match="rename it in one of them"):
+    with pytest.raises(UnsupportedOptimizerError, match="rename the state in one of the optimizers"):
         muon.sharded(Run(place), model, [Narrow(matrices), adamw])
     optimizer = muon.sharded(Run(place), model, [Narrow(matrices, "narrow_avg"), adamw])
     steps(optimizer, model, 0, 1)

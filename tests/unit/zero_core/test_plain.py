@@ -36,5 +36,5 @@ def test_tensors_come_back_with_their_bits(dtype):
 
 @pytest.mark.promise("durable-no-pickle")
 def test_what_is_not_plain_is_named():
-    with pytest.raises(ZeroError, match=r"extra\['loader'\]\[1\] is of type object, and only numbers"):
+    with pytest.raises(ZeroError, match=r"extra\['loader'\]\[1\] is of type object. Only numbers"):
         packed({"loader": [1, object()]}, "extra")

@@ -146,7 +146,7 @@ class _Run:
                 "random_state": random_state,
                 "extra": None if self._extra is None else self._extra(),
             },
-            "a generation",
+            "the run's state",
         )
 
     def restore(self, run: dict[str, Any]) -> Resumed:

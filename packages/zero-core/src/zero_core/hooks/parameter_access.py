@@ -35,11 +35,7 @@ class Place(Home):
     """A `parameter_home.Home`: parameter `index` of `unit`."""
 
     def __init__(self, engine: Engine, unit: Unit, index: int) -> None:
-        self.engine, self.unit, self.index = engine, unit, index
-
-    @property
-    def name(self) -> str:
-        return self.unit.layout.slots[self.index].name
+        self.engine, self.unit, self.index, self.name = engine, unit, index, unit.layout.slots[index].name
 
     def is_of(self, parameter: Tensor) -> bool:
         """Whether this is the parameter itself, and no tensor over its memory, which has no gradient."""
@@ -134,10 +130,10 @@ class Place(Home):
         engine = self.engine
         if "unscale" in operation:  # torch.amp.GradScaler
             if engine.loss_scale is not None:
-                return "the loss is scaled already, by loss_scale= of zero_core.shard: leave the GradScaler out"
-            return 'pass loss_scale="dynamic" to zero_core.shard, and leave the GradScaler out'
+                return "loss_scale= of zero_core.shard scales the loss already. Leave the GradScaler out"
+            return 'a GradScaler cannot unscale shards. Leave it out, and pass loss_scale="dynamic" to zero_core.shard'
         if operation.rpartition(".")[2].endswith("zero_"):
-            return "call optimizer.zero_grad(), which forgets it"
+            return "its shards are freed, not zeroed. Call optimizer.zero_grad() instead"
         if engine.reducer.updates:
             return f"it {USED_UP}"
         if self.unit.gradient.leftover[self.index] is Leftover.STEPPED:

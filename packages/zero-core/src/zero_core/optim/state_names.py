@@ -25,9 +25,10 @@ from .single_parameter import state_of, step_twice
 from .uncut import NeedsUncut, check_count, named_shapes, shapes_of
 
 _WAY_OUT = (
-    "an elementwise optimizer keeps tensors of the parameter's shape and numbers in self.state[parameter]. Where its "
-    'step looks at one parameter at a time, say shard(optimizer_contract="by itself")'
+    "An elementwise optimizer may keep only numbers, and tensors of the parameter's shape, in self.state[parameter]. "
+    'If its step() handles each parameter separately, pass optimizer_contract="by itself" to zero_core.shard'
 )
+_FIXED = "so it cannot change now. Set it back. To train with another value, set it before zero_core.shard"
 _SMALL = 7  # elements of a throw-away parameter
 _FREE = {"params", "lr", "weight_decay", "foreach", "fused", "adjust_lr_fn"}  # no optimizer has other states by them
 _FREE |= {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}  # notes of torch's schedulers
@@ -67,7 +68,7 @@ def refuse_one_name(tensors: Iterable[str], shaped: Iterable[str]) -> None:
     if both := sorted(set(tensors) & set(shaped)):
         raise UnsupportedOptimizerError(
             f"two optimizers of this model keep a state {both[0]!r}, one in the parameter's shape and one in another "
-            "shape, and a checkpoint could not tell them apart: rename it in one of them"
+            "shape. A checkpoint could not tell the two apart: rename the state in one of the optimizers"
         )
 
 
@@ -111,7 +112,7 @@ def _elementwise_states(optimizer: Optimizer, state: Mapping[str, Any]) -> tuple
         else:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} keeps {name!r} ({what}) of {_SMALL} elements, and {_WAY_OUT}"
+                f"{type(optimizer).__name__} keeps {name!r} ({what}) for a parameter of {_SMALL} elements. {_WAY_OUT}"
             )
     return tensors, numbers
 
@@ -125,8 +126,8 @@ def dry_steps(optimizer: Optimizer, group: int, shape: tuple[int, ...], device: 
     after = _numbers(trial)
     if changed := [key for key in after if key not in before or not same(before[key], after[key])]:
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} changes {', '.join(changed)} in step(), which no checkpoint and no other unit "
-            f"would see: {_WAY_OUT}"
+            f"{type(optimizer).__name__} changes {', '.join(changed)} in step(). No checkpoint saves this change, and "
+            f"other shards do not see it. {_WAY_OUT}"
         )
     return trial.state[probe]
 
@@ -161,9 +162,9 @@ def _refuse_lookups(optimizer: Optimizer) -> None:
     for key, value in own_attributes(optimizer).items():
         if any(leaf in known if type(leaf) is int else id(leaf) in known for leaf in _leaves(value)):
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} keeps parameters in self.{key}, and after zero_core.shard steps parts of "
-                "them, which are not in there: in a class of your own, make them a group with an option that "
-                "step() reads from param_groups, or use another optimizer"
+                f"{type(optimizer).__name__} keeps parameters in self.{key}. After zero_core.shard it steps their "
+                f"shards, which are other tensors. In a class of your own, replace self.{key} by an option of a "
+                "parameter group, which step() reads from self.param_groups; or use another optimizer"
             )
 
 
@@ -172,7 +173,8 @@ def _refuse_tensors_of_its_own(optimizer: Optimizer) -> None:
     for key, value in own_attributes(optimizer).items():
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} keeps tensors in self.{key}, which are not sharded: {_WAY_OUT}"
+                f"{type(optimizer).__name__} keeps tensors in self.{key}, where nothing shards or saves them. "
+                f"{_WAY_OUT}"
             )
 
 
@@ -216,9 +218,8 @@ class Options:
             self._refuse_members(now)
         if self._needed_whole() != self._whole:
             raise UnsupportedOptimizerError(
-                f"an option changed during the run that decides which states {kind_of(self._optimizer)} keeps, or "
-                "which parameters it needs whole. It cannot change after zero_core.shard. Set it back; set another "
-                "value before zero_core.shard"
+                f"an option of {kind_of(self._optimizer)} changed during the run. It decides which states there are, "
+                f"or which parameters must stay whole, {_FIXED}"
             )
         for number, (first, old) in self._first.items():
             group = self._optimizer.param_groups[number]
@@ -227,9 +228,8 @@ class Options:
                 given = [options.get(changed[0]) for options in (first, group)]
                 before, after = ("a tensor" if isinstance(each, Tensor) else repr(each) for each in given)
                 raise UnsupportedOptimizerError(
-                    f"param group {number} changed {changed[0]} from {before} to {after} during the run. "
-                    f"{kind_of(self._optimizer)} may keep other states with this value, so it cannot change after "
-                    "zero_core.shard. Set it back; set another value before zero_core.shard"
+                    f"param group {number} changed {changed[0]} from {before} to {after} during the run. It may decide "
+                    f"which states {kind_of(self._optimizer)} has, {_FIXED}"
                 )
 
     def _members(self) -> list[frozenset[int]]:
@@ -242,10 +242,10 @@ class Options:
         pairs = enumerate(zip_longest(self._parameters, now, fillvalue=none))
         number, old, new = next(((n, *pair) for n, pair in pairs if pair[0] != pair[1]), (len(now) - 1, none, none))
         raise UnsupportedOptimizerError(
-            f"since zero_core.shard, {len(new - old)} parameters were added to param group {number} of "
-            f"{kind_of(self._optimizer)} and {len(old - new)} were removed. Groups cannot change after "
-            "zero_core.shard. Put them back. A parameter whose options change later needs a group of its own before "
-            "shard; to stop training one, call requires_grad_(False) on it"
+            f"the parameters of param group {number} of {kind_of(self._optimizer)} changed after zero_core.shard "
+            f"(added: {len(new - old)}, removed: {len(old - new)}), which is not possible. Put them back. To stop "
+            "training a parameter, call p.requires_grad_(False). To change its options later, give it its own group "
+            "before zero_core.shard"
         )
 
     def _needed_whole(self) -> list[dict[tuple[int, ...], dict[str, tuple[int, ...]] | None]]:

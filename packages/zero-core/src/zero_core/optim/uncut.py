@@ -120,6 +120,6 @@ def check_rows(optimizer: Optimizer, found: Iterable[tuple[Rows, int]]) -> None:
     for rows, group in found:
         if not steps_rows(optimizer, group, rows.shape):
             raise UnsupportedOptimizerError(
-                f"{rows.name} of {kind_of(optimizer)} is needed whole, and its experts are cut into groups: give "
-                "shard(expert_bytes=None), which leaves them in their block's unit"
+                f"{kind_of(optimizer)} must update {rows.name} as one tensor, and its experts are sharded in groups: "
+                "pass expert_bytes=None to zero_core.shard, which computes all experts of a block together"
             )

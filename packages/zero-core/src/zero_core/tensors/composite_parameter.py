@@ -38,8 +38,8 @@ class Composite(Home):
         replaced = any(found.get(name) is not part for name, part in self.parts.items())
         if replaced or type(self.parameter) is not sharded_class(self.kind):
             raise ChangedParameterError(
-                f"{self.name} has been given other values than those that were sharded, as model.to(dtype) does: move, "
-                "cast and quantise the model before zero_core.shard"
+                f"{self.name} has been replaced since zero_core.shard, for example by model.to(dtype): move, cast and "
+                "quantise the model before zero_core.shard"
             )
         self._closed.discard(unit)
         if not self._closed:

@@ -53,8 +53,8 @@ class HeldGradient(Tensor):
         kwargs = kwargs or {}
         if func in _LEAVES and [*args[1:], *kwargs.values(), True][0]:
             raise GradientError(
-                f"{args[0].home.name}.grad.requires_grad_(): this tensor stands for a gradient in shards, and no "
-                "gradient of it would be computed. Clone it first, p.grad.clone()"
+                f"{args[0].home.name}.grad.requires_grad_(): the gradient is in shards, and no gradient of it would be "
+                "computed. Clone it first, p.grad.clone()"
             )
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -86,7 +86,8 @@ class HeldGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise GradientError(
-            f"{func} on p.grad of a sharded parameter, which has no memory: use zero_core.full_gradient(parameter)"
+            f"{func} needs the memory of p.grad of a sharded parameter, which has none: use "
+            "zero_core.full_gradient(parameter), a plain tensor"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -173,8 +174,8 @@ def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
         gradient.check()
         if not stamp.current():
             raise GradientError(
-                f"a norm of {gradient.home.name}.grad is read after the gradient has changed: norms are computed "
-                "when they are read. Read it before, norm.item()"
+                f"a norm of {gradient.home.name}.grad is read after the gradient has changed. Norms are computed when "
+                "they are read: call norm.item() before you change the gradient"
             )
     known = [float(part) for part in parts if isinstance(part, Tensor)]
     places = [place for gradient, _ in held for place in gradient.home.places]
@@ -240,8 +241,8 @@ class GradientCopy(FullCopy):
         self.owner.check()
         if not self.stamp.current():
             raise GradientError(
-                f"a view of {self.owner.home.name}.grad is used after the gradient has changed: it holds the values "
-                "from before. Take a new view, or clone() what is to stay"
+                f"a view of {self.owner.home.name}.grad is used after the gradient has changed: it holds the old "
+                "values. Take a new view, or call view.clone() before the change"
             )
 
     def write_back(self) -> None:
@@ -258,9 +259,8 @@ class GradientCopy(FullCopy):
             )
         if func in REPLACING:
             raise GradientError(
-                "the memory of a gradient was replaced (p.grad.data = tensor) or given to a function that writes into "
-                "it unnoticed (share_memory_(), torch.distributed), and the write would be lost: write "
-                "p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
+                f"p.grad.data = tensor, share_memory_() and torch.distributed cannot use {self.owner.home.name}.grad: "
+                "the write would be lost. Write p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
             )
 
     def is_owner(self, func: Any) -> bool:

@@ -103,8 +103,8 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
         )
     if getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False):
         raise ZeroError(
-            f"{name} was repacked by bitsandbytes, in a forward in eval mode on a processor with avx512_bf16, and its "
-            "scales were rounded: shard a model that was not evaluated since it was quantised"
+            f"{name} was repacked by bitsandbytes, and its scales rounded, in a forward in eval mode on a processor "
+            "with avx512_bf16: load the model again, and call zero_core.shard before any forward in eval mode"
         )
     if not wraps(type(parameter)):
         return
@@ -113,8 +113,8 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
     plain = {n: type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for n, t in inner.items()}
     if odd := [n[1:] for n, is_plain in plain.items() if not is_plain]:
         raise ShardedParameterError(
-            f"{name} is a {kind} whose inner {odd[0]} is not a plain, contiguous tensor, and cannot be cut into "
-            "shards: convert it to a plain parameter before zero_core.shard"
+            f"{name} is a {kind} and cannot be sharded: its inner tensor {odd[0]!r} is not plain and contiguous. "
+            f"Convert {name} to a plain parameter before zero_core.shard"
         )
 
 

@@ -15,6 +15,8 @@ from .writeback_views import REPLACING, FullCopy
 class Home(Protocol):
     """The object that keeps a sharded parameter's values. The defaults fit a parameter that is never trained."""
 
+    name: str  # of the parameter, as in model.named_parameters()
+
     def __deepcopy__(self, memo: Any) -> None:
         """Returns None: a copy of the parameter, made while it has memory, is not sharded and has no home."""
         return None
@@ -87,8 +89,9 @@ class ParameterCopy(FullCopy):
     def check(self) -> None:
         if not self.stamp.current():
             raise ChangedParameterError(
-                f"a view (p.data, p.detach(), p[i] ...) of a {self.owner!r} is used after a step() or a write has "
-                "changed the parameter: it holds the values from before. Take a new view, or clone() what is to stay"
+                f"a view (p.data, p.detach(), p[i] ...) of {home_of(self.owner).name} is used after a step() or a "
+                "write has changed the parameter: it holds the old values. Take a new view, or call view.clone() "
+                "before the change"
             )
 
     def refuse(self, func: Any) -> None:
@@ -96,20 +99,19 @@ class ParameterCopy(FullCopy):
             refuse_another(self.owner)
         if func is Tensor.__dlpack__:
             raise ShardedParameterError(
-                f"DLPack was given the memory of an unsharded copy of a {self.owner!r}; a write there would be "
-                "lost. Give it a clone, from_dlpack(p.detach().clone()), and write back with p.copy_()"
+                f"DLPack was given the memory of a copy of {home_of(self.owner).name}; a write there would be lost. "
+                "Give it a clone, from_dlpack(p.detach().clone()), and write back with p.copy_()"
             )
         if func in REPLACING:
             raise ChangedParameterError(
-                f"the memory of a view of a {self.owner!r} was replaced (p.data.data = tensor, resize_()) or given to "
-                "a function that writes into it unnoticed (tensor.set_(p), share_memory_(), torch.distributed), and "
-                "the write would be lost: write into the view with copy_(tensor)"
+                "p.data.data = tensor, resize_(), tensor.set_(p), share_memory_() and torch.distributed cannot use a "
+                f"view of {home_of(self.owner).name}: the write would be lost. Write into the view with copy_(tensor)"
             )
 
 
 def refuse_another(parameter: Tensor) -> None:
     raise ShardedParameterError(
-        f"nn.Parameter over the values of a {parameter!r}, as torch.nn.utils.weight_norm and parametrizations make it: "
-        "the new parameter would neither be sharded nor trained. Do it before zero_core.shard. For a parameter with a "
-        "copy of the values, write nn.Parameter(p.detach().clone())"
+        f"nn.Parameter(p) of {home_of(parameter).name}, which is sharded: the new parameter would be neither sharded "
+        "nor trained. Apply weight_norm and parametrizations before zero_core.shard. To copy the values, write "
+        "nn.Parameter(p.detach().clone())"
     )

@@ -22,9 +22,9 @@ _REFUSED = "_zero_refused"  # attribute with the module's own methods, which are
 def refuse_copies(module: nn.Module) -> None:
     """Makes deepcopy and pickle of a module that opens units raise with the reason, before its hooks would fail."""
     why = (
-        f"copying or pickling a sharded {type(module).__name__}: its values are in shards. Copy it before "
-        "zero_core.shard; to keep values, use zero_core.checkpoint.save, or torch.save(model.state_dict()) and load "
-        "that into a new model; for an average of them over steps, zero_core.AveragedModel"
+        f"a sharded {type(module).__name__} cannot be copied or pickled, because its values are in shards. Copy it "
+        "before zero_core.shard, or load model.state_dict() into a new model. To save it, use "
+        "zero_core.checkpoint.save. To average weights over steps, use zero_core.AveragedModel"
     )
     _refuse(module, why, "__deepcopy__", "__reduce_ex__")
 
@@ -63,9 +63,9 @@ def allow_copies(module: nn.Module) -> None:
 
 def refuse_grad_dtype(name: str, wanted: torch.dtype | None, dtype: torch.dtype) -> None:
     raise GradientError(
-        f"p.grad_dtype = {wanted} for {name}: gradients leave for the shards during backward, and p.grad would be in "
-        f"{dtype}. Pass reduce_dtype= to zero_core.shard for the dtype in which gradients are kept and stepped, and "
-        "read them with zero_core.full_gradient(p), in fp32"
+        f"p.grad_dtype = {wanted} for {name}: p.grad of a sharded parameter has the parameter's dtype, {dtype}. Pass "
+        "reduce_dtype= to zero_core.shard for the dtype of the sharded gradients, and read them with "
+        "zero_core.full_gradient(p), in fp32"
     )
 
 
@@ -99,8 +99,8 @@ def replace_optimizer(optimizer: torch.optim.Optimizer, sharded: torch.optim.Opt
         if not name.startswith("_"):
             refusal = optimizer.__dict__[name] = _refusal(
                 optimizer,
-                f"{name}() of {kind} was called after zero_core.shard, when this optimizer has no gradients and states "
-                "any more: call it before zero_core.shard, or from its step()",
+                f"{name}() of {kind} was called after zero_core.shard, which moved gradients and states into shards: "
+                f"call {name}() before zero_core.shard, or from its step()",
             )
             if not hasattr(sharded, name):
                 sharded.__dict__[name] = refusal

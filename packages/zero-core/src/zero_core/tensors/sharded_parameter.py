@@ -58,7 +58,7 @@ class Sharded(nn.Parameter):
                 return func(*args, **kwargs)
         return _call_gathered(func, args, kwargs)
 
-    _in_backward_optimizers = property(None, lambda self, _: refuse_optimizer(f"a {self!r}"))
+    _in_backward_optimizers = property(None, lambda self, _: refuse_optimizer(home_of(self).name))
 
     def as_subclass(self, cls: type[Any]) -> Any:  # C++ asks no class
         return self.view_as(self).as_subclass(cls)
@@ -68,10 +68,10 @@ class Sharded(nn.Parameter):
             return f"Sharded parameter of shape {tuple(self.shape)}, {self.dtype}, {self.device}"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ShardedParameterError(f"deepcopy of a {self!r}: copy the model before zero_core.shard, or its state_dict")
+        raise ShardedParameterError(f"{home_of(self).name} is sharded: deepcopy the model before zero_core.shard")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardedParameterError(f"pickling a {self!r}: use zero_core.checkpoint.save, or model.state_dict()")
+        raise ShardedParameterError(f"{home_of(self).name} is sharded and cannot be pickled: save model.state_dict()")
 
 
 @functools.cache
@@ -88,10 +88,10 @@ def sharded_class(kind: type[Tensor]) -> type[Sharded]:
     if wraps(kind):
         distributed = any(base.__module__.startswith("torch.distributed") for base in kind.__mro__)
         if distributed or not hasattr(kind, "__tensor_flatten__"):
+            why = "are distributed already" if distributed else "have __torch_dispatch__ but no __tensor_flatten__"
             raise ShardedParameterError(
-                f"parameters of class {kind.__qualname__} define __torch_dispatch__ and no __tensor_flatten__, or are "
-                "distributed already, and cannot be cut into shards: convert them to plain parameters before "
-                "zero_core.shard"
+                f"parameters of class {kind.__qualname__} {why}, and cannot be sharded: convert them to plain "
+                "parameters before zero_core.shard"
             )
         own["__tensor_flatten__"] = property(_refuse_flatten)
     # PEFT and transformers know some classes by name.
@@ -99,7 +99,9 @@ def sharded_class(kind: type[Tensor]) -> type[Sharded]:
 
 
 def _refuse_flatten(parameter: Sharded) -> Any:
-    raise AttributeError(f"the inner tensors of a {parameter!r} have no memory: use zero_core.gathered(module)")
+    raise AttributeError(
+        f"the inner tensors of {home_of(parameter).name} have no memory: use zero_core.gathered(module)"
+    )
 
 
 @outside_transforms
@@ -195,7 +197,7 @@ def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
 
 def _set_grad_dtype(parameter: Sharded, wanted: torch.dtype | None) -> None:
     if wanted != parameter.dtype:
-        refuse_grad_dtype(f"a {parameter!r}", wanted, parameter.dtype)
+        refuse_grad_dtype(home_of(parameter).name, wanted, parameter.dtype)
 
 
 def _set_data(parameter: Sharded, value: Tensor) -> None:
@@ -203,14 +205,16 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
         return  # model.to() where it is already; the other tensor over the same memory
     if wraps(type(parameter)):
         raise ChangedParameterError(
-            f"new data for a {parameter!r}: quantise the model before zero_core.shard; write values with copy_()"
+            f"p.data = tensor for {home_of(parameter).name}, a sharded tensor subclass, would be lost: write values "
+            "with p.copy_(tensor). Quantise the model before zero_core.shard"
         )
     with torch._C.DisableTorchFunctionSubclass():
         kinds = [(tuple(t.shape), t.dtype, t.device) for t in (value, parameter)]
-    if changes := ", ".join(str(new) for new, old in zip(*kinds, strict=True) if new != old):
+    if changes := ", ".join(f"{new}, was {old}" for new, old in zip(*kinds, strict=True) if new != old):
         raise ChangedParameterError(
-            f"new data ({changes}) for a {parameter!r}: move or cast the model before zero_core.shard, whose device= "
-            "and param_dtype= say where and in what to compute"
+            f"p.data = tensor for {home_of(parameter).name}, which is sharded, changes its shape, dtype or device "
+            f"({changes}). Move, cast or resize the model before zero_core.shard. To compute on another device or in "
+            "another dtype, pass device= or param_dtype= to zero_core.shard"
         )
     if not isinstance(value, View) or not isinstance(value.copy, ParameterCopy):
         home_of(parameter).take_values(parameter, value)
@@ -218,16 +222,16 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
         value.copy.check()  # p.data += x: written through already
     else:
         raise ChangedParameterError(
-            f"a {parameter!r} was given a view of {value.copy.owner!r}, p.data = q.data, which in torch makes the "
-            "two share memory: write p.data.copy_(q.data)"
+            f"p.data = q.data for the sharded {home_of(parameter).name} and {home_of(value.copy.owner).name}: they "
+            "cannot share memory, as they would in torch. To copy the values, write p.data.copy_(q.data)"
         )
 
 
 def _get_data(parameter: Sharded) -> Tensor:
     if wraps(type(parameter)):
         raise ShardedParameterError(
-            f"p.data of a {parameter!r}: what is written into it would be lost. Read with p.detach(), write "
-            "with p.copy_() or inside zero_core.gathered(module)"
+            f"p.data of {home_of(parameter).name}, a sharded tensor subclass: writes into it would be lost. Read with "
+            "p.detach(), write with p.copy_() or inside zero_core.gathered(module)"
         )
     return _call_gathered(_T.data.__get__, (parameter,), {})
 
@@ -287,7 +291,7 @@ def _same_shape(func: Callable[..., Any], parameter: Any, other: Any) -> Any:
 
 
 def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
-    raise ShardedParameterError(f"the memory of a {parameter!r} was asked for: use zero_core.gathered(module)")
+    raise ShardedParameterError(f"{home_of(parameter).name} is sharded, without memory: use zero_core.gathered(module)")
 
 
 class _Address:

@@ -37,7 +37,7 @@ from ..tensors.version_counters import Version
 from .unit import Unit
 from .unit_memory import without_memory
 
-_INSTEAD = "or pass expert_bytes=None to zero_core.shard, which keeps the experts of a block together"
+_INSTEAD = "Or pass expert_bytes=None to zero_core.shard, which computes all experts of a block together"
 
 
 class Stacked(Home):
@@ -184,9 +184,9 @@ class Stacked(Home):
 
     def refuse_hook(self, parameter: Tensor) -> None:
         raise GradientError(
-            f"a hook on {self.name}, whose experts are computed in groups: their gradients arrive group by group, and "
-            "the hook would see none of them. Between backward() and step() zero_core.full_gradient reads the whole, "
-            f"and set_full_gradient changes it; {_INSTEAD}"
+            f"a hook on {self.name} would see no gradient, because its experts are computed in groups. Read the "
+            "gradient with zero_core.full_gradient and change it with zero_core.set_full_gradient, after backward() "
+            f"and before step(). {_INSTEAD}"
         )
 
     def inputs(self, parameter: Tensor) -> list[Any]:
@@ -320,11 +320,11 @@ def refuse_cut(stacked: Stacked, followers: Sequence[Follower]) -> None:
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     if hooks:
         raise ZeroError(
-            f"{stacked.name} has hooks for its gradient, which arrives group by group where experts are computed in "
-            f"groups: remove the hooks, {_INSTEAD}"
+            f"{stacked.name} has gradient hooks, which would see no gradient, because its experts are computed in "
+            f"groups: remove the hooks. {_INSTEAD}"
         )
     if followers:
         raise ZeroError(
-            f"a plain tensor shares the memory of {stacked.name}, whose experts will be in groups with separate "
-            f"memory: delete it, or give it memory of its own with clone(); {_INSTEAD}"
+            f"a plain tensor shares the memory of {stacked.name}. It cannot do so after zero_core.shard, where groups "
+            f"of experts have separate memory: delete the tensor, or replace it by its clone(). {_INSTEAD}"
         )

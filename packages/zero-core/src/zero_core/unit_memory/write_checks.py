@@ -91,11 +91,11 @@ class Writes:
             if given.storage.expired():
                 del self._given[name]
             elif (stepping and given.trained) or given.written():
-                what = "a step is about to change the parameter" if stepping else "it was written since"
+                what = "a step is about to change the parameter" if stepping else "the tensor has changed since"
                 raise ChangedParameterError(
-                    f"{name} was given a tensor with p.data = tensor, which copied the values into shards; {what}, and "
-                    "in torch both would change, as they would share memory. Write p.data.copy_(tensor) instead, or "
-                    "delete the tensor before"
+                    f"p.data = tensor for {name} copied the tensor into shards, and {what}. In torch the two share "
+                    "memory, and both would change. Write p.data.copy_(tensor) instead, or delete the tensor right "
+                    "after p.data = tensor"
                 )
 
     def note(self, name: str, values: Tensor) -> None:

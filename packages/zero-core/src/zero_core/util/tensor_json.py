@@ -64,8 +64,8 @@ def _told(value: Any, what: str, tensors: list[bytes]) -> Any:
         if isinstance(value, kind):
             return kind(value)
     raise ZeroError(
-        f"{what} is of type {type(value).__name__}, and only numbers, texts, bytes, lists, tuples, dicts and tensors "
-        "can be kept with a step: give its contents, such as its state_dict()"
+        f"{what} is of type {type(value).__name__}. Only numbers, strings, bytes, lists, tuples, dicts and tensors can "
+        "be saved with a step: give its contents, such as its state_dict()"
     )
 
 
