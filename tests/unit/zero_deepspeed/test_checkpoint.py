@@ -137,7 +137,7 @@ def _amsgrad(groups, lr):
         ({"make": torch.optim.SGD}, "states that this optimizer does not keep: optim.state.a.weight.exp_avg"),
         ({"make": torch.optim.Adagrad}, "missing from the checkpoint: optim.state.a.weight.sum"),
         ({"make": _amsgrad}, "missing from the checkpoint: optim.state.a.weight.max_exp_avg_sq"),
-        ({"make": torch.optim.Adam}, "was trained with decoupled_weight_decay=True, and the optimizer here has False"),
+        ({"make": torch.optim.Adam}, "was trained with decoupled_weight_decay=True, and this optimizer has decoup"),
         ({"one_group": True}, "no group of the checkpoint has the 5 parameters"),
     ],
 )

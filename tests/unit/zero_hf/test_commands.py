@@ -39,7 +39,7 @@ def test_what_is_refused_and_what_cannot_be_read_exit_with_2(tmp_path, capsys):
     assert " REFUSED " in capsys.readouterr().out
     assert main(["translate", str(tmp_path / "none.json")]) == 2
     assert main(["translate", str(CONFIGS / "mics.json"), "--model", str(tmp_path / "none")]) == 2
-    assert "give the path of a JSON file" in (said := capsys.readouterr().err) and "--model" in said
+    assert "must be of a DeepSpeed JSON file" in (said := capsys.readouterr().err) and "--model" in said
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(SystemExit):
         main(["translates"])
@@ -64,7 +64,7 @@ def test_convert_writes_a_checkpoint_or_safetensors(tmp_path):
 
 def test_what_cannot_be_read_ends_the_command_with_a_sentence(tmp_path, capsys):
     assert main(["convert", str(tmp_path), str(tmp_path / "ours")]) == 2
-    assert "has no file `latest`: its tags are none. Name the folder that" in capsys.readouterr().err
+    assert "has no file `latest`. Tags found there: none. Name the folder that" in capsys.readouterr().err
     write(tmp_path / "theirs", 1, 1)
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--dtype", "bf16"]) == 2
     assert "add --weights, or leave them out" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def refuse_uncorrected(saved: Checkpoint) -> None:
     if any(group.get("bias_correction") is False for group in saved.run["groups"]):
         raise FilesError(
             f"{saved.folder} was trained with bias_correction=False, and torch's Adam always corrects the bias: load "
-            "the weights alone, without an optimizer"
+            "the weights alone, without an optimizer (load_module_only=True in an engine)"
         )
 
 
@@ -100,8 +100,8 @@ def _keep_known_options(saved: Checkpoint, known: Mapping[str, Any]) -> None:
         for key in group.keys() & _CHOSEN:
             if group[key] != known[key]:
                 raise CheckpointError(
-                    f"{saved.folder} was trained with {key}={group[key]}, and the optimizer here has {known[key]}: "
-                    "build it with the same (decoupled_weight_decay is torch.optim.AdamW)"
+                    f"{saved.folder} was trained with {key}={group[key]}, and this optimizer has {key}={known[key]}: "
+                    f"build it with {key}={group[key]} (decoupled_weight_decay=True is torch.optim.AdamW)"
                 )
 
 

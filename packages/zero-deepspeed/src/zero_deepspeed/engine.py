@@ -106,8 +106,8 @@ class Engine(nn.Module):
         """Refuses loss.backward(), which does not divide by the micro-batches of a step as DeepSpeed does."""
         if not self._in_backward:
             raise ConfigError(
-                f"backward without the engine, where gradient_accumulation_steps={self._accumulate}: call "
-                "engine.backward(loss), which divides the loss by it"
+                f"loss.backward() was called with gradient_accumulation_steps={self._accumulate}: call "
+                f"engine.backward(loss), which divides the loss by {self._accumulate}"
             )
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -148,7 +148,7 @@ class Engine(nn.Module):
 
     def _needs_optimizer(self) -> None:
         if self.optimizer is None:
-            raise ConfigError("there is no optimizer: give initialize() one, or name one in the JSON")
+            raise ConfigError('no optimizer: pass optimizer= to initialize(), or write "optimizer" into the JSON')
 
     def was_step_applied(self) -> bool:
         """Says whether the last step() updated: it was the last micro-batch's, and fp16's gradients were finite."""
@@ -166,7 +166,7 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only adds to this rank's gradients. Stages 0 and 1; as in DeepSpeed, not stages 2 and 3."""
         if self.zero_optimization_stage() >= 2:
-            raise ConfigError("no_sync() at stage 2 or 3: leave it out, each backward then adds to the shards")
+            raise ConfigError("no_sync() at stage 2 or 3, where each backward adds to the shards: leave no_sync() out")
         with zero_core.no_sync(self.module):
             yield
 
@@ -289,7 +289,7 @@ class Engine(nn.Module):
         tag is given. Raises CheckpointError or ConfigError where the checkpoint is damaged or of another model.
         """
         if custom_load_fn is not None:
-            raise ConfigError("custom_load_fn= reads another format: load such weights before initialize()")
+            raise ConfigError("custom_load_fn= is not supported: load its weights into the model before initialize()")
         latest = Path(load_dir) / _LATEST
         if tag is None and not latest.is_file():
             warnings.warn(f"{latest} is not there, nothing was loaded: give a tag, or another folder", stacklevel=2)
@@ -322,7 +322,7 @@ class Engine(nn.Module):
         The name of the file is model.safetensors, whatever `save_filename` says. Returns True.
         """
         if exclude_frozen_parameters:
-            raise ConfigError("exclude_frozen_parameters: save zero_core.trained_state_dict(engine.module) instead")
+            raise ConfigError("save zero_core.trained_state_dict(engine.module) in place of exclude_frozen_parameters=")
         zero_core.save_pretrained(self.module, save_dir)
         return True
 

@@ -100,8 +100,8 @@ def open_checkpoint(
         return _Opened(where, tuple(inert)).checkpoint(live)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise FilesError(
-            f"{where} has not the layout of DeepSpeed 0.19 ({type(error).__name__}: {error}): it is damaged, or of "
-            "another version. Go on from another tag, or load it with DeepSpeed 0.19, and save it there"
+            f"{where} does not have the layout of DeepSpeed 0.19 ({type(error).__name__}: {error}). It is damaged, or "
+            "of another version. Use another tag, or load it with DeepSpeed 0.19 and save it again"
         ) from error
 
 
@@ -114,8 +114,8 @@ def tagged(folder: Path, tag: str | None) -> Path:
         return folder / tag
     tags = ", ".join(sorted(path.name for path in folder.glob("*") if path.is_dir())) or "none"
     raise FilesError(
-        f"{folder} has no {'file `latest`' if tag is None else f'tag {tag!r}'}: its tags are {tags}. Name the folder "
-        "that save_checkpoint was given, and one of its tags with tag="
+        f"{folder} has no {'file `latest`' if tag is None else f'tag {tag!r}'}. Tags found there: {tags}. Name the "
+        "folder that save_checkpoint was given, and one of its tags with tag="
     )
 
 
@@ -129,7 +129,7 @@ class _Opened:
     def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
         self.folder = folder
         if (folder / "zero").is_dir():
-            raise FilesError(f"{folder} was made by ds_to_universal. Read the checkpoint that it was made of instead")
+            raise FilesError(f"{folder} is a universal checkpoint. Read the checkpoint that it was converted from")
         here = {path.name for path in folder.glob("*_states.pt")}
         self.partitioned = any(name.startswith("zero_pp_rank_0_") and "_model_" in name for name in here)
         model = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if self.partitioned else "mp_rank_00_model_states.pt"
@@ -142,8 +142,8 @@ class _Opened:
         models = [model.format(rank) for rank in range(self.world_size if self.partitioned else 1)]
         states = [prefix + optimizer.format(rank) for rank in range(self.world_size)]
         absent, more = sorted({*models, *states} - here), sorted(here - {*models, *states})
-        self._need(not absent, f"{', '.join(absent)} of the {self.world_size} ranks that saved it is absent")
-        self._need(not more, f"{', '.join(more)} is of another one, or of pipeline, tensor or expert parallelism")
+        self._need(not absent, f"absent files of its {self.world_size} ranks: {', '.join(absent)}")
+        self._need(not more, f"files of another run, or of pipeline, tensor or expert parallelism: {', '.join(more)}")
         self.models = [first, *(read_plain(folder / name, inert) for name in models[1:])]
         self.states = [read_plain(folder / name, inert)["optimizer_state_dict"] for name in states]
         inner = "optimizer_state_dict" if self.partitioned else "base_optimizer_state"
@@ -156,8 +156,8 @@ class _Opened:
     def _need(self, fits: bool, fact: str) -> None:
         if not fits:
             raise FilesError(
-                f"{self.folder} is not one checkpoint of ZeRO-1, -2 or -3, as DeepSpeed 0.19 saves it: {fact}. Copy "
-                "the files of all ranks to one folder, and remove those of other runs"
+                f"{self.folder} is not one complete ZeRO-1, -2 or -3 checkpoint of DeepSpeed 0.19: {fact}. Copy the "
+                "files of all ranks to one folder, and remove files of other runs"
             )
 
     def _refuse(self, path: Path) -> None:
@@ -165,8 +165,8 @@ class _Opened:
         degrees = [first.get("mp_world_size", 1), *(first.get("checkpoint_parallel_dimensions") or {}).values()]
         if max(degrees) > 1 or any(first.get(key) for key in ("num_experts", "ds_autoep_layers", "autoep_layers")):
             raise FilesError(
-                f"{path} is of a run with tensor or pipeline parallelism, or with DeepSpeed's own experts (MoE), which "
-                "is not read here"
+                f"{path} is of a run with tensor or pipeline parallelism, or with DeepSpeed's own experts (MoE). This "
+                "is not supported: continue that run with DeepSpeed"
             )
         if not first.get("param_shapes"):
             raise FilesError(

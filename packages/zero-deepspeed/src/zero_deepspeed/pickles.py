@@ -58,10 +58,10 @@ def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
             stored = [each.file_size for each in archive.infolist() if each.compress_type == zipfile.ZIP_STORED]
         if foreign := sorted({*get_unsafe_globals_in_checkpoint(path)} - names):
             raise FilesError(
-                f"{path} wants to call {', '.join(foreign)}, and nothing of it was executed. A checkpoint of DeepSpeed "
-                "needs no such call. If it is a class whose objects you put into client_state, convert the checkpoint "
-                "with zero-hf convert FOLDER OUT --inert module.Class, which reads its objects as dicts, still without "
-                "executing anything. Of a Trainer, FOLDER is checkpoint-N and OUT checkpoint-N/zero"
+                f"{path} wants to call {', '.join(foreign)}. No code was executed. DeepSpeed itself saves no such "
+                "call. If this is your own class, saved in client_state, run zero-hf convert FOLDER OUT --inert "
+                "module.Class, which reads these objects as dicts and executes nothing. For a Trainer, FOLDER is "
+                "checkpoint-N, and OUT is checkpoint-N/zero"
             )
         with safe_globals(kinds):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -75,8 +75,8 @@ def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
     except Exception as error:  # a damaged file raises whatever its bytes lead to
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise FilesError(
-            f"{path} is cut short, damaged or not as torch.save writes it ({what}), and nothing of it was executed: "
-            "copy it again, or save it again with a current DeepSpeed and its default checkpoint writer"
+            f"{path} is cut short, damaged or not as torch.save writes it ({what}). No code was executed. Copy it "
+            "again, or save it again with a current DeepSpeed and its default checkpoint writer"
         ) from error
 
 

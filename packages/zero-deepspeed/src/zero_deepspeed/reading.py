@@ -127,7 +127,7 @@ class Reading:
             return "needless", NEEDLESS[key]
         if key in REFUSED:
             if value != "auto" and asks(key, value):
-                raise ValueError(f"it is not followed here: leave it out{REFUSED[key]}")
+                raise ValueError(f"not supported: leave it out{REFUSED[key]}")
             return "needless", "it asks for nothing"
         if key not in self._keys:
             if key.rpartition(".")[0] in self._refused:

@@ -121,6 +121,5 @@ def _slab(paths: tuple[str, ...], stack: ExitStack) -> Any:
         return stack.enter_context(nvme.Slab(folders))
     except OSError as error:
         raise ConfigError(
-            f"no files in the folder of nvme_path, {', '.join(folders)}: {error}. Name a folder on a mounted drive; a "
-            "folder is made if the one above it is there"
+            f"cannot write to nvme_path: {error}. Name a folder on a mounted drive; its parent must exist"
         ) from error

@@ -82,7 +82,7 @@ def initialize(
         raise TypeError(f"initialize(model={model!r}): give an nn.Module")
     for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
         if given is not None:
-            raise ConfigError(f"{name}= splits the work of one batch between ranks; ranks are data parallel here")
+            raise ConfigError(f"{name}= is not supported, because all ranks are data parallel: leave {name}= out")
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     if len(given) != 1:
         raise ConfigError(f"{len(given)} configurations: give either config=, or args with deepspeed_config")

@@ -80,8 +80,8 @@ class Translation:
         here = dist.get_world_size() if dist.is_initialized() else 1
         if here != self.ranks:
             raise ConfigError(
-                f"mics_shard_size={self.shard_size} was read for {self.ranks} ranks and there are {here}: call "
-                "torch.distributed.init_process_group first, and read the file for these ranks"
+                f"mics_shard_size={self.shard_size}: the number of ranks was {self.ranks} when the file was read, and "
+                f"is {here} now. Call torch.distributed.init_process_group first, and then read the file"
             )
         return options | {"mesh": mesh_of_replicas(here // self.shard_size)}
 
@@ -130,7 +130,7 @@ def from_deepspeed(config: Given, **options: Any) -> Translation:
     if found.refused:
         where = "the DeepSpeed configuration" if isinstance(config, Mapping) else os.fspath(config)
         lines = [f"- {row.key}={json.dumps(row.value, default=str)}: {row.remark}" for row in found.refused]
-        raise ConfigError("\n".join([f"{where} has what cannot be followed here:", *lines]))
+        raise ConfigError("\n".join([f"{where} has keys that are refused:", *lines]))
     return found
 
 
@@ -185,13 +185,13 @@ def loaded(config: Given) -> Mapping[str, Any]:
             return found
         raise ValueError(f"it holds a {type(found).__name__}")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}; give the path of a JSON file of DeepSpeed's, without comments") from error
+        raise ConfigError(f"{where}: {error}. The path must be of a DeepSpeed JSON file, without comments") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
-            raise ValueError(f"{name} is there twice: keep one of them")
+            raise ValueError(f"the key {name} is there twice: keep one of them")
     return dict(pairs)
 
 
@@ -212,7 +212,7 @@ def _refuse_contradictions(read: Reading, ranks: int) -> None:
     if dtype is not None and read.get("torch_autocast.enabled"):
         read.refuse("torch_autocast.enabled", f"{dtype} is enabled, too: keep one of them")
     if size > 0 and (stage != 3 or ranks % size):
-        way_out = "take stage 3 and a divisor of the ranks, or say the ranks with world_size="
+        way_out = "take stage 3 and a divisor of the ranks, or pass the number of ranks as world_size="
         read.refuse(f"{_ZERO}mics_shard_size", f"the stage is {stage}, and there are {ranks} ranks: {way_out}")
     for section in _OFFLOADS:
         if read.get(f"{section}.device") == "nvme" and read.get(f"{section}.nvme_path") is None:
@@ -263,7 +263,7 @@ def _batch(read: Reading, ranks: int) -> tuple[int | None, int | None, int | Non
         read.refuse(
             keys[2],
             f"{said}, and world_size={ranks}: train_batch_size is the product of the micro-batch, the accumulation "
-            "steps and the ranks. Leave one of them out, or say the ranks with world_size=",
+            "steps and the ranks. Leave one of them out, or pass the number of ranks as world_size=",
         )
     return micro, accumulate, total
 

@@ -21,9 +21,9 @@ def Init(module: nn.Module | None = None, *, enabled: bool = True, **others: Any
     ConfigError for mpu, and for `module`, a model that is built already: initialize() shards it as it is.
     """
     if module is not None:
-        raise ConfigError("zero.Init(module=...) of a model that is built: leave it out, initialize() shards it")
+        raise ConfigError("zero.Init(module=...): this model is built. Leave zero.Init out; initialize() shards it")
     if others.get("mpu") is not None:
-        raise ConfigError("zero.Init(mpu=...): ranks are data parallel here, leave it out")
+        raise ConfigError("mpu= is not supported, because all ranks are data parallel: leave mpu= out")
     return zero_core.deferred_init() if enabled else nullcontext()
 
 
@@ -44,12 +44,12 @@ def GatheredParameters(
     Raises ConfigError for another modifier_rank.
     """
     if modifier_rank not in (None, 0):
-        raise ConfigError(f"modifier_rank={modifier_rank}: rank 0's values are kept here, write them there")
+        raise ConfigError(f"modifier_rank={modifier_rank}: only rank 0's writes are kept. Write with modifier_rank=0")
     given = [params] if isinstance(params, Tensor) else params.parameters() if isinstance(params, nn.Module) else params
     given = list(given)
     if enabled and modifier_rank is not None and any(isinstance(p, Tensor) and p.is_meta for p in given):
         raise ConfigError(
-            "GatheredParameters before initialize(): what zero.Init built has no values to write into yet. Load them "
+            "GatheredParameters before initialize(): parameters built in zero.Init have no values yet. Load values "
             "after initialize(), or build the model with zero_hf.from_pretrained"
         )
     sharded = [p for p in given if isinstance(p, nn.Parameter) and "_zero_home" in p.__dict__]
