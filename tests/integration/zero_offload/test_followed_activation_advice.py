@@ -109,7 +109,8 @@ def marked() -> dict[str, Tensor]:
     ],
 )
 def test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows(message, how, options):
-    refused(f"unit layers.0 {message}.*[:;] (else )?give it the policy 'keep', or leave rows= out", how, **options)
+    told = ".*[:;] (else )?give this unit the policy 'keep', or leave rows= out"
+    refused(f"unit layers.0 {message}{told}", how, **options)
     works({"layers.0": "keep", "layers.1": "recompute"}, how, rows=2, **options)
     works("recompute", how, **options)
 
@@ -127,7 +128,7 @@ def test_a_dataclass_is_cut_once_torch_knows_it():
     def adds(block, y, bag):
         return y + bag.bias
 
-    refused(r"if it is a dataclass, call torch.export.register_dataclass\(Bag\); else give it", adds, given)
+    refused(r"If it is a dataclass, call torch.export.register_dataclass\(Bag\); else give this", adds, given)
     torch.export.register_dataclass(Bag)
     works("recompute", adds, given, rows=2)
 

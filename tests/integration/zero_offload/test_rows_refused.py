@@ -64,8 +64,8 @@ class Hidden(nn.Module):
     ("kind", "named", "message"),
     [
         ("gate", (), "unit layers.0 is a Hidden, and rows= does not know whether its rows depend on each other"),
-        ("loss", (), "name it with row_modules=.'layers.[*]'.; else give it the policy 'keep', or leave rows= out"),
-        ("loss", ("layers.0",), "2 rows at once and 1 at a time give gradients of its inputs that differ by"),
+        ("loss", (), "name it with row_modules=.'layers.[*]'.; else give this unit the policy 'keep', or leave rows"),
+        ("loss", ("layers.0",), "2 rows at once and 1 at a time give gradients of its inputs with a relative"),
     ],
 )
 def test_a_unit_is_cut_only_if_it_is_named_and_compared_in_gradients_too(kind, named, message):
@@ -152,7 +152,7 @@ def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared
     plain = Toy().eval()
     expected = plain(toy_batch(5), bias=bias)
     model, optimizer, offloaded = toy_sharded(rows=2)
-    told = r"for bias a first dimension of 5.*may be the batch or not: name the arguments that all rows share.*\[...\]"
+    told = r"dimension of bias, also 5.* is the batch: name the arguments that all rows share.*\[...\]"
     with pytest.raises(ActivationError, match=told):
         model.eval()(toy_batch(5), bias=bias)
     offloaded.close()

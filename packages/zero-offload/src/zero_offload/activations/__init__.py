@@ -80,7 +80,7 @@ def _of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: Tie
         found = {name: next((p for k, p in policy.items() if fnmatchcase(name, k)), "keep") for name in names}
     else:
         if len(policy) != len(names):
-            raise ActivationError(f"{len(policy)} policies for {len(names)} units; give one, or one a unit")
+            raise ActivationError(f"policies: {len(policy)}, units: {len(names)}; give one policy, or one per unit")
         found = dict(zip(names, policy, strict=True))
     for chosen in {policy} if isinstance(policy, str) else set(found.values()):
         if chosen not in known:
@@ -104,8 +104,8 @@ def spills_of(
                 spills[policy] = STAYS
         elif store is None or policy not in store.stores:
             raise ActivationError(
-                f"the activation policy {policy!r} needs the TieredStore(nvme=...) that the model was sharded with, "
-                f"and {'none was given' if store is None else 'the one that was given has no nvme='}"
+                f"the policy {policy!r} needs the TieredStore(nvme=...) of zero_core.shard, and the store here is "
+                f"{'None' if store is None else 'without nvme='}: pass that store to offload_activations"
             )
         elif store.streams is None:
             spills[policy] = StoredSpill(store.stores[policy], **sizes)

@@ -230,7 +230,7 @@ def _row_length(unit: str, leaves: Sequence[Any]) -> int:
     if lead is not None and lead.dim() > 3:
         raise ActivationError(
             f"unit {unit} is given hidden states of shape {tuple(lead.shape)}, where tokens= needs (rows, tokens, "
-            "width): give it the policy 'keep', or leave tokens= out"
+            "width): give this unit the policy 'keep', or leave tokens= out"
         )
     return 0 if lead is None else lead.shape[-2]
 
@@ -297,9 +297,9 @@ def refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any], option: str) -
         found = next((other.name for other in nodes if id(other.module) in inside), None)
         if found is not None:
             raise ActivationError(
-                f"unit {node.name} contains the unit {found}, which {option}= would gather once for each part of a "
-                f"batch: leave zero_core.tile_linear out, or shard with expert_bytes=None, "
-                f"or leave {option}= out"
+                f"unit {node.name} contains the unit {found}, which {option}= would gather for each part of a batch: "
+                f"leave {option}= out. Or, if {found} is a tile, leave zero_core.tile_linear out; if it is an expert, "
+                "shard with expert_bytes=None"
             )
 
 

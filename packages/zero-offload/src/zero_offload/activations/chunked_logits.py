@@ -205,8 +205,8 @@ class Logits(Tensor):
                 return func(*args, **kwargs)
         if func in _UNSEEN:
             raise ActivationError(
-                f"{func.__name__} on logits that rows= or tokens= computes with their loss, part by part: a gradient "
-                "of all logits never exists. Leave rows= and tokens= out"
+                f"{func.__name__} on logits: rows= and tokens= compute logits and loss in parts, so a gradient of all "
+                "logits never exists. Leave rows= and tokens= out"
             )
         if isinstance(first, Logits) and first.later.all is None:
             found: Tensor | None = None

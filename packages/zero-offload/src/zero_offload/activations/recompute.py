@@ -256,8 +256,8 @@ class Comparison:
         returned = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
         if any(leaf.untyped_storage().data_ptr() in memory for leaf in returned):
             raise ActivationError(
-                f"unit {unit} returns one of its inputs, or a view of one, which outputs joined from parts would not "
-                f"be: return a copy, {split_batch.way_out(cut.option)}"
+                f"unit {unit} returns one of its inputs, or a view of one. {cut.option}= joins outputs of parts into "
+                f"new tensors: return a copy, {split_batch.way_out(cut.option)}"
             )
         outputs = pytree.tree_leaves((output, changes))
         return outputs, _gradients(outputs, [*inputs.values()])
@@ -280,8 +280,8 @@ class Comparison:
         if not found <= tolerance:
             raise ActivationError(
                 f"unit {self.of.name} mixes the {option} of its input: {whole.shape[dim]} {option} at once and "
-                f"{halves[0].shape[dim]} at a time give {what} that differ by {found:.1e} of their size, where "
-                f"rounding explains {tolerance:.0e}: {split_batch.way_out(option)}"
+                f"{halves[0].shape[dim]} at a time give {what} with a relative difference of {found:.1e} (rounding: up "
+                f"to {tolerance:.0e}). The parts would be wrong: {split_batch.way_out(option)}"
             )
 
 

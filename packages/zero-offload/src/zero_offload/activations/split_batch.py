@@ -139,17 +139,17 @@ def find_cut(
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) and any(t.dim() and t.shape[0] == batch for t in tensors_of(leaf)):
             raise ActivationError(
-                f"unit {unit} has an argument {name} of class {type(leaf).__name__}, with tensors of {batch} rows. It "
-                "is no tuple, list or dict, so it cannot be cut: if it is a dataclass, call "
+                f"unit {unit} has an argument {name} of class {type(leaf).__name__}, with tensors of {batch} rows. "
+                "rows= can split tuples, lists and dicts only. If it is a dataclass, call "
                 f"torch.export.register_dataclass({type(leaf).__name__}); else {way_out('rows')}"
             )
     where = {k for k, tensor in tensors if tensor.shape[0] == batch and names[k] not in (shared or ())}
     unclear = sorted({names[k] for k in where if k != first})
     if shared is None and unclear and batch in lead.shape[1:]:
         raise ActivationError(
-            f"unit {unit} is given {names[first]} of shape {tuple(lead.shape)}, so for {', '.join(unclear)} a first "
-            f"dimension of {batch} may be the batch or not: name the arguments that all rows share, "
-            "offload_activations(..., shared=[...]), where shared=[] says that there are none"
+            f"unit {unit} is given {names[first]} of shape {tuple(lead.shape)}. rows= cannot tell whether the first "
+            f"dimension of {', '.join(unclear)}, also {batch}, is the batch: name the arguments that all rows share, "
+            "offload_activations(..., shared=[...]), or shared=[] if there are none"
         )
     return Cut(batch, rows, frozenset(where))
 
@@ -267,4 +267,4 @@ def same(left: Any, right: Any) -> bool:
 
 def way_out(option: str) -> str:
     """The advice of an error. With tokens= it is about a module's unit: such modules have no policy of their own."""
-    return f"give {'it' if option == 'rows' else 'its unit'} the policy 'keep', or leave {option}= out"
+    return f"give {'this unit' if option == 'rows' else 'its unit'} the policy 'keep', or leave {option}= out"
