@@ -151,10 +151,10 @@ def test_what_is_no_complete_save_is_refused(tmp_path):
         assert len(script.train()) == 2
         script.accelerator.free_memory()
     (folder / "zero.json").write_text(json.dumps({"save": "a later one", "models": 2}))
-    _refused(str(folder), "holds 2 sharded models, and 1 are prepared.* prepare the same models in the same order")
+    _refused(str(folder), "models: 2 in .* in this run. Prepare the same models, in the same order")
     (folder / "zero.json").unlink()
-    way = r"give a folder to which save_state\(safe_serialization=True\) of the same prepared models"
-    _refused(str(folder), f"has no zero.json.*and it lacks model.safetensors, optimizer.bin: {way}")
+    way = r"Give a folder that save_state\(safe_serialization=True\) saved with the same models"
+    _refused(str(folder), f"has no zero.json.*and it lacks model.safetensors, optimizer.bin. {way}")
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -106,7 +106,7 @@ def test_a_model_of_the_hub_is_fetched(tmp_path):
 
 
 @pytest.mark.advice(
-    "once, then zero_core.save_pretrained(model, another_folder)", "and other files are read whole: call"
+    "once, then zero_core.save_pretrained(model, another_folder)", "and other formats cannot be read in parts: call"
 )
 def test_a_model_in_a_pickle_is_saved_again(tmp_path):
     model = llama()

@@ -204,12 +204,16 @@ def test_what_cannot_be_read_in_slices_is_refused_with_the_way_out(tmp_path):
     kind = transformers.AutoModelForCausalLM
     convert = r"AutoModelForCausalLM.from_pretrained\(...\) once, then zero_core.save_pretrained"
     for given, options, said in (
-        ("gpt2", {}, "no local folder: fetch it with huggingface_hub.snapshot_download"),
+        ("gpt2", {}, "not a local folder: fetch it with huggingface_hub.snapshot_download"),
         (tmp_path / "a.gguf", {}, convert),
         (tmp_path, {"gguf_file": "b.gguf"}, convert),
-        (tmp_path, {"device_map": "auto"}, "device_map= of from_pretrained: the model is sharded instead: leave it"),
-        (tmp_path, {"distributed_config": {"tp_plan": "auto"}}, "zero_hf distributes the model: leave it out"),
-        (tmp_path, {}, rf"no folder with config.json and \*.safetensors.*{convert}"),
+        (tmp_path, {"device_map": "auto"}, r"from_pretrained\(device_map=...\): .* Leave device_map= out"),
+        (
+            tmp_path,
+            {"distributed_config": {"tp_plan": "auto"}},
+            "itself. Leave distributed_config= out",
+        ),
+        (tmp_path, {}, rf"lacks config.json or \*.safetensors.*{convert}"),
     ):
         with pytest.raises(zero_hf.ConfigError, match=said):
             zero_hf.from_pretrained(kind, given, **options)

@@ -63,6 +63,7 @@ def test_a_trainer_in_groups_logs_what_it_does_in_one(ranks, tmp_path, zero):
 
 
 @pytest.mark.promise("replicas")
+@pytest.mark.advice("leave durable out and save checkpoints")
 @kit.on_ranks(2)
 def test_groups_that_cannot_be_are_refused_and_the_way_out_works():
     def sharded(config, **options):
@@ -72,7 +73,7 @@ def test_groups_that_cannot_be_are_refused_and_the_way_out_works():
     with pytest.raises(ConfigError, match=r"replicas=3 does not divide 2 ranks .*: start a multiple of"):
         sharded(ZeroConfig(replicas=3))
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1))
-    with pytest.raises(ConfigError, match=r"mesh= and replicas=2 both say .* leave one out"):
+    with pytest.raises(ConfigError, match=r"mesh= and replicas=2 both set .* leave one out"):
         sharded(ZeroConfig(replicas=2), mesh=mesh)
     sharded(ZeroConfig(replicas=2))
     sharded(ZeroConfig(), mesh=mesh)

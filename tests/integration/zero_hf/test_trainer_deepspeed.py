@@ -94,7 +94,7 @@ def test_what_contradicts_or_cannot_be_followed_is_refused_before_anything_is_al
             ours(tmp_path, config, **more)
 
     refused("gradient_clipping=0.5: the TrainingArguments have max_grad_norm=1.0", AUTO | {"gradient_clipping": 0.5})
-    refused("both say stage and tiers: leave one out", cls=zero_hf.sharded(Trainer, zero={"stage": 2}))
+    refused("both set the ZeRO stage: leave one out", cls=zero_hf.sharded(Trainer, zero={"stage": 2}))
     refused("There is no|No such file", str(tmp_path / "missing.json"))
 
 
@@ -102,9 +102,9 @@ def test_what_contradicts_or_cannot_be_followed_is_refused_before_anything_is_al
 def test_what_the_refusal_of_fp16_says_to_do_works(tmp_path):
     """Fails if the Trainer or the loop that the error names is refused, too."""
     half = AUTO | {"fp16": {"enabled": True}}
-    with pytest.raises(zero_hf.ConfigError, match="does not go with zero_hf.sharded") as refused:
+    with pytest.raises(zero_hf.ConfigError, match="cannot be used with zero_hf.sharded") as refused:
         ours(tmp_path, half)
-    assert '"bf16": {"enabled": true} in place' in str(refused.value) and "bf16=True" in str(refused.value)
+    assert '"bf16": {"enabled": true} in its place' in str(refused.value) and "bf16=True" in str(refused.value)
     _, logs = ours(tmp_path, AUTO | {"bf16": {"enabled": True}}, bf16=True)
     assert len(logs.losses) == 6
     assert "zero_hf.deepspeed.initialize" in str(refused.value)

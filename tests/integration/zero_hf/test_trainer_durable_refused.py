@@ -22,13 +22,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.advice("set them back, name another output_dir")
+@pytest.mark.advice("To begin a new run, name another output_dir")
 @pytest.mark.promise("durable-trainer-refused")
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_run_in_the_same_folder_is_refused_and_the_steps_stay(tmp_path, other):
     interrupted(tmp_path, 5)
     given, said = OTHERS[other]
-    refused(tmp_path, f"has steps of another run .*{said}", **given)
+    refused(tmp_path, f"has steps of a run with other settings .*{said}", **given)
     _, elsewhere = train(Sharded, tmp_path / "another", model(), zero=durable(tmp_path), **GIVEN | given)
     assert elsewhere.losses
     _, later = gone_on(tmp_path)  # set back
@@ -47,7 +47,7 @@ def test_the_files_that_are_named_may_be_removed(tmp_path):
 def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
     interrupted(tmp_path, 5, build=frozen)
     others = durable(tmp_path, tile_numel=2 << 20)
-    said = r"has steps of another run \(learning_rate was 0.01, is 0.001\)"
+    said = r"has steps of a run with other settings \(learning_rate was 0.01, is 0.001\)"
     refused(tmp_path, said, frozen, others, learning_rate=1e-3)
     assert [path.name for path in (tmp_path / "run").iterdir()] == []
     _, later = gone_on(tmp_path, build=lambda seed: frozen())
@@ -70,8 +70,8 @@ def test_what_changes_no_number_may_change(tmp_path):
 @pytest.mark.promise("durable-trainer-refused")
 def test_what_does_not_go_with_it_is_refused(tmp_path):
     for given, said in (
-        ({"model_init": llama_0}, "model_init= does not go with durable.*give the Trainer the model"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True does not go .*set per_device_train_batch_size"),
+        ({"model_init": llama_0}, "model_init= cannot be used with durable.*give the Trainer the model"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True cannot be used .*set per_device_train_batch_size"),
     ):
         refused(tmp_path, said, **given)
     made, _ = gone_on(tmp_path)
@@ -114,7 +114,7 @@ def test_another_checkpoint_is_refused(tmp_path, way_out):
 
 def test_a_loop_gives_the_files_a_name(tmp_path):
     zero = ZeroConfig(**durable(tmp_path))
-    with pytest.raises(ConfigError, match=r"a Trainer's setting: leave it out; in a loop, zero_hf.shard\(slab_name"):
+    with pytest.raises(ConfigError, match=r"in a loop zero_hf.shard\(slab_name.* use one of them"):
         zero_hf.Accelerator(zero=zero, cpu=True).prepare(built := model(), torch.optim.AdamW(built.parameters()))
     for step in (0, 1):
         built = model()

@@ -259,7 +259,7 @@ def test_a_second_trainer_with_another_loss_takes_the_model_of_the_first(tier, e
 def test_a_model_that_does_not_fit_is_lost_at_the_end_and_says_so(tmp_path, monkeypatch):
     made, _ = train(Sharded, tmp_path, max_steps=1)
     monkeypatch.setattr("zero_core.api.shard.available_bytes", lambda device: 10)
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot be used any more, .* unshard\(\) needs"):
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot be made plain, .* unshard\(\) needs"):
         made.end()
     with pytest.raises(AlreadyShardedError, match="its values cannot be read from the store"):
         train(Sharded, tmp_path, made.model)
@@ -270,7 +270,7 @@ def test_a_second_stage_needs_an_output_folder_of_its_own(tmp_path):
     """For its durable steps, which would be those of the first."""
     zero = tiers(tmp_path)["nvme"] | {"durable": "process"}
     made, _ = train(Sharded, tmp_path / "first", zero=zero, max_steps=2)
-    with pytest.raises(ConfigError, match="give the second stage of a model another output_dir"):
+    with pytest.raises(ConfigError, match="give this run another output_dir"):
         train(Sharded, tmp_path / "first", made.model, zero=zero, max_steps=2)
     again, logs = train(Sharded, tmp_path / "second", made.model, zero=zero, max_steps=2)
     assert len(logs.losses) == 2
@@ -301,7 +301,7 @@ def test_states_on_the_device_and_other_layouts_are_refused(tmp_path):
     train(Sharded, tmp_path, zero={"stage": 3, "optimizer": "host"}, optim="adamw_8bit")[0].end()
     train(Sharded, tmp_path, zero={"stage": 3}, optim="adamw_torch")[0].end()
     narrow = {"offload": "host", "states": "split_bf16m", "param_dtype": "bf16"}
-    with pytest.raises(ConfigError, match=r"both say how states are kept: leave states out, or write .*adamw_torch"):
+    with pytest.raises(ConfigError, match=r"both set the layout of states: leave states out, or write .*adamw_torch"):
         train(Sharded, tmp_path, zero=narrow, optim="adamw_8bit")
     train(Sharded, tmp_path, zero=narrow, optim="adamw_torch")[0].end()
     train(Sharded, tmp_path, zero={**narrow, "states": "fp32"}, optim="adamw_8bit")[0].end()

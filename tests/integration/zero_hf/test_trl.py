@@ -81,7 +81,7 @@ def models(tmp_path_factory):
 CASES = ["loaded", "given", "adapters", "trained adapter", "precomputed", "precomputed adapters", "synchronised"]
 
 
-@pytest.mark.advice("load it with from_pretrained of transformers")
+@pytest.mark.advice("Load it with from_pretrained of transformers")
 @pytest.mark.promise("dpo")
 @pytest.mark.parametrize(("case", "size"), [("loaded", 1), *((case, 2) for case in CASES)])
 def test_every_logged_number_is_the_stock_trainers(ranks, models, tmp_path, case, size):

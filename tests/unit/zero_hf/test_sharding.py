@@ -1,6 +1,7 @@
 """`shard`: which update runs where, and what a run says of itself."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def test_an_optimizer_without_an_update_on_the_host_is_refused_there():
     with pytest.raises(ConfigError, match="Mine has no update on the host: .* offload: none"):
         shard(net, Mine(net.parameters()), ZeroConfig(offload="host"))
     for given in ({"states": "split"}, {"states": "split_8bit", "offload": "host"}):
-        with pytest.raises(ConfigError, match=f"states='{given['states']}' with RMSprop"):
+        with pytest.raises(ConfigError, match=f"states='{given['states']}' with RMSprop: .* Write states: fp32"):
             shard(net, torch.optim.RMSprop(net.parameters()), ZeroConfig(**given))
 
 
@@ -91,7 +92,7 @@ def test_states_that_an_optimizer_has_not_may_be_on_nvme(tmp_path, trained):
     run.close()
 
 
-def refused(path, how="no slab on nvme_paths=.* Name a folder on a mounted drive"):
+def refused(path, how="cannot write to nvme_paths=.* Name a folder on a mounted drive"):
     net = model()
     with pytest.raises(ConfigError, match=how):
         shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(path,)))
@@ -152,7 +153,7 @@ def test_a_run_that_was_closed_does_not_end_in_a_plain_model():
     second = shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ZeroConfig())
     assert first.end() and zero_core.units(ours)
     second.close()
-    with pytest.warns(UserWarning, match="cannot be used any more, as it is not made plain: its run was closed before"):
+    with pytest.warns(UserWarning, match=r"used any more: .* has freed its values. Call end"):
         assert not second.end()
     ours = model()
     third = shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ZeroConfig())
@@ -171,13 +172,14 @@ def test_offload_places_what_no_kind_places_itself_and_settings_name_a_class():
     assert ZeroConfig().placements == dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
 
 
+@pytest.mark.advice("has unknown settings ({}): choose from")
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"stage": 4}, "stage=4: choose one of 0, 1, 2, 3"),
         ({"offload": "nvme"}, "nvme_paths is empty"),
         ({"optimizer": "disk"}, "optimizer: 'disk' is not a tier"),
-        ({"zero_stage": 3}, "zero_stage, which is no setting: there are stage, offload"),
+        ({"zero_stage": 3}, "unknown settings (zero_stage): choose from stage, offload"),
         (["host"], "a list: give a mapping"),
         ({"param_dtype": "fp8"}, "param_dtype='fp8': choose one of None, 'bf16', 'fp16'"),
         ({"optimizer": {"host": 0.5}}, "add up to 0.5, not to 1"),
@@ -185,7 +187,10 @@ def test_offload_places_what_no_kind_places_itself_and_settings_name_a_class():
         ({"host_bytes": "4GiB"}, "host_bytes='4GiB': give a whole number of at least 0, without a unit"),
         ({"tile_numel": 0}, "tile_numel=0 is not a multiple of"),
         ({"activations": "disk"}, "'disk' is not an activation policy; policies are keep, recompute, host, nvme"),
-        ({"activations": "nvme", "offload": "host"}, "activations='nvme' needs something else on nvme"),
+        (
+            {"activations": "nvme", "offload": "host"},
+            "activations='nvme' needs parameters, gradients or opt",
+        ),
         ({"rows": 4}, "rows=4 with activations='keep': rows needs recomputed blocks"),
         ({"rows": 0, "activations": "host"}, "rows=0: give the number of rows"),
         ({"tokens": 0, "activations": "host"}, "tokens=0: give the number of tokens"),
@@ -195,7 +200,7 @@ def test_offload_places_what_no_kind_places_itself_and_settings_name_a_class():
 )
 def test_what_is_not_known_is_refused_with_the_values_there_are(given, said):
     net = torch.nn.Linear(4, 1)
-    with pytest.raises((ConfigError, OffloadError), match="(?s).*".join(said.split("...")).replace("(", r"\(")):
+    with pytest.raises((ConfigError, OffloadError), match=re.escape(said)):
         shard(net, torch.optim.SGD(net.parameters(), lr=0.1), ZeroConfig.of(given))
 
 

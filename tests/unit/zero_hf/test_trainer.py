@@ -64,9 +64,9 @@ def test_the_nearest_setting_counts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"fp16_full_eval": True}, "fp16_full_eval=True does not go with zero_hf.sharded: it casts a model"),
-        ({"mixed_precision": "fp16"}, "fp16=True does not go with .* train with bf16=True"),
-        ({"_n_gpu": 4}, "4 GPUs in one process .* torchrun --nproc-per-node 4"),
+        ({"fp16_full_eval": True}, "fp16_full_eval=True cannot be used with zero_hf.sharded: it would cast"),
+        ({"mixed_precision": "fp16"}, "fp16=True cannot be used with .* Train with bf16=True"),
+        ({"_n_gpu": 4}, "one process with 4 GPUs .* torchrun --nproc-per-node 4"),
     ],
 )
 def test_an_argument_that_cannot_be_followed_is_refused_before_anything_is_allocated(arguments, said, tmp_path):

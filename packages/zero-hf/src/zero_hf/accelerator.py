@@ -139,8 +139,8 @@ class Accelerator(AcceleratorCheckpoints):
             if other is not optimizer:
                 raise ZeroError(
                     f"two optimizers, {type(other).__name__} and {kind}, train one {type(owners[0]).__name__}: make "
-                    "one optimizer with a parameter group for each; for a second stage, prepare the model with an "
-                    "Accelerator of its own"
+                    "one optimizer with a parameter group for each. To train the model again afterwards, prepare it "
+                    "with a new Accelerator"
                 )
             if known is not None and known.rounded is not None:
                 raise ZeroError(
@@ -217,8 +217,8 @@ class Accelerator(AcceleratorCheckpoints):
 def _check_precision(precision: str) -> None:
     if precision == "fp16":
         raise ConfigError(
-            "mixed_precision='fp16' scales the loss with torch's GradScaler, which reads gradients that have left for "
-            "their shards: use mixed_precision='bf16'"
+            "mixed_precision='fp16' scales the loss with torch's GradScaler, which cannot read sharded gradients: use "
+            "mixed_precision='bf16'"
         )
     if precision == "fp8":
         raise ConfigError(

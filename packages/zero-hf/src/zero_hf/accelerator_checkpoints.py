@@ -185,15 +185,15 @@ class AcceleratorCheckpoints(accelerate.Accelerator):
             if lacks or plain:
                 why = f"lacks {', '.join(lacks)}" if lacks else "is of a run with models that are not sharded"
                 raise CheckpointError(
-                    f"{folder} has no {_SAVED}, so zero_hf.Accelerator did not save it, and it {why}: give a folder to "
-                    "which save_state(safe_serialization=True) of the same prepared models wrote"
+                    f"{folder} has no {_SAVED}, so zero_hf.Accelerator did not save it, and it {why}. Give a folder "
+                    "that save_state(safe_serialization=True) saved with the same models prepared"
                 )
             return
         models = json.loads(saved.read_text())["models"]
         if models != len(self._prepared):
             raise CheckpointError(
-                f"{folder} holds {models} sharded models, and {len(self._prepared)} are prepared: prepare the same "
-                "models in the same order as the run that saved it"
+                f"number of sharded models: {models} in {folder}, and {len(self._prepared)} in this run. Prepare the "
+                "same models, in the same order, as the run that saved it"
             )
 
     @contextmanager

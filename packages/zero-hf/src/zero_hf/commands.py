@@ -82,7 +82,7 @@ def _empty(where: str) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {where}: {error}") from error
+        raise ConfigError(f"--model must be a config.json or its folder, not {where}: {error}") from error
     names = config.architectures or []
     made: Any = getattr(transformers, names[0] if names else "", None)
     known = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
@@ -100,7 +100,7 @@ def _convert(given: argparse.Namespace) -> int:
         options = {"tag": given.tag, "inert": given.inert, "model": given.model}
         found = deepspeed.convert.convert_weights(given.folder, given.out, dtype=dtype, **options)
     elif given.dtype or given.model:
-        raise ConfigError("--dtype and --model are of safetensors: add --weights, or leave them out")
+        raise ConfigError("--dtype and --model only work with --weights: add --weights, or leave them out")
     else:
         found = deepspeed.convert.convert(given.folder, given.out, tag=given.tag, inert=given.inert)
     what = "its weights are" if given.weights else "it is"

@@ -119,7 +119,7 @@ class ZeroConfig:
             )
         if self.activations == "nvme" and not self.on_nvme:
             raise ConfigError(
-                "activations='nvme' needs something else on nvme, whose files it shares: write optimizer: nvme, or "
+                "activations='nvme' needs parameters, gradients or optimizer on nvme, too: write optimizer: nvme, or "
                 "activations: host"
             )
 
@@ -167,7 +167,7 @@ class ZeroConfig:
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = [str(key) for key in given if key not in names]
         if unknown:
-            raise ConfigError(f"{where} has {', '.join(unknown)}, which is no setting: there are {', '.join(names)}")
+            raise ConfigError(f"{where} has unknown settings ({', '.join(unknown)}): choose from {', '.join(names)}")
         return cls(**given)
 
 

@@ -99,21 +99,20 @@ def _config(adapter: Path) -> dict[str, Any]:
         )
     for key, value in config.items():
         if value and key not in {"peft_type", *_FORMULA} | _NEEDLESS and (key, value) != ("bias", "none"):
-            raise ConfigError(f"{adapter} has {key}={value}, which is not merged here: {_OTHERS}")
+            raise ConfigError(f"{adapter} has {key}={value}, which merge_adapter does not support: {_OTHERS}")
     init = str(config.get(key := "init_lora_weights", True)).lower()
     if init not in _BASE_UNCHANGED + _CHANGED_AGAIN:
         raise ConfigError(
-            f"{adapter} has {key}={init}, with which PEFT changed the base weights before training, and the base "
-            f"folder has the unchanged ones: {_TRAINED}"
+            f"{adapter} has {key}={init}. PEFT then changed the base weights before training, and the base folder has "
+            f"the unchanged weights. {_TRAINED}"
         )
     return {**{name: config.get(name, False) for name in _FORMULA}, key: init}
 
 
 _OTHERS = "load base and adapter with PEFT, and call merge_and_unload() and save_pretrained()"
 _TRAINED = (
-    "PEFT does not change the base in the same way again. Call merge_and_unload() and save_pretrained() on the model "
-    "that was trained; or, unless it is loftq, save the adapter with PEFT's path_initial_model_for_weight_conversion, "
-    "and merge that, which is plain LoRA"
+    "Call merge_and_unload() and save_pretrained() on the trained model. Or, except for loftq, save the adapter as "
+    "plain LoRA, with PEFT's path_initial_model_for_weight_conversion, and merge that folder"
 )
 
 
@@ -137,7 +136,7 @@ def _changes(
     for name, entry in open_index(adapter / _WEIGHTS).items():
         module, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         if part not in ("lora_A", "lora_B"):
-            raise ConfigError(f"{adapter}: {name} is no A or B of a linear layer, and is not merged here: {_OTHERS}")
+            raise ConfigError(f"{adapter}: {name} is not A or B of a linear layer, and cannot be merged: {_OTHERS}")
         values = reader.read(entry, 0, entry.numel).view(entry.shape)
         found.setdefault(f"{module}.weight", {})[part] = values.float()
     changes = {}
@@ -146,7 +145,7 @@ def _changes(
             raise ConfigError(f"{adapter} has only {', '.join(parts)} of {name}: the adapter is damaged")
         if name not in entries:
             raise ConfigError(
-                f"{adapter} adapts {name}, which the files of the base do not name so: is it another model? If "
+                f"{adapter} adapts {name}, which the base folder lacks: name the folder of its own base model. If "
                 f"transformers renames or fuses this model's weights, {_OTHERS}"
             )
         left, right = parts["lora_B"] * scale, parts["lora_A"]

@@ -40,9 +40,9 @@ from .config import ConfigError
 from .weights_4bit import Quantiser
 
 _REFUSED = {  # arguments of transformers that place a whole model or replace its weights
-    "device_map": "the model is sharded instead: leave it out",
+    "device_map": "the model is sharded, not placed as a whole. Leave device_map= out",
     "state_dict": "weights are read from files: zero_core.load_pretrained takes renamed ones",
-    "distributed_config": "zero_hf distributes the model: leave it out",
+    "distributed_config": "zero_hf shards the model itself. Leave distributed_config= out",
 }
 _IGNORED = "gguf_file low_cpu_mem_usage local_files_only use_safetensors weights_only token revision".split()
 
@@ -121,18 +121,18 @@ def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
     """Raises ConfigError for files that cannot be read slice by slice, and for arguments that need a whole model."""
     for key, reason in _REFUSED.items():
         if kwargs.pop(key, None) is not None:
-            raise ConfigError(f"{key}= of from_pretrained: {reason}")
+            raise ConfigError(f"from_pretrained({key}=...): {reason}")
     gguf = folder.suffix == ".gguf" or kwargs.get("gguf_file") is not None
     for key in _IGNORED:
         kwargs.pop(key, None)
     if not folder.is_dir() and not gguf:
         raise ConfigError(
-            f"{folder} is no local folder: fetch it with huggingface_hub.snapshot_download, and give the folder that "
-            "it returns"
+            f"{folder} is not a local folder: fetch it with huggingface_hub.snapshot_download, and give the folder "
+            "that it returns"
         )
     if gguf or not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"{folder} is no folder with config.json and *.safetensors, and other files are read whole: call "
+            f"{folder} lacks config.json or *.safetensors, and other formats cannot be read in parts: call "
             f"{cls.__name__}.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder), and "
             "load that"
         )

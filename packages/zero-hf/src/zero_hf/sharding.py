@@ -27,7 +27,7 @@ from zero_offload.planning.model_sizes import only_trained
 from .config import ConfigError, ZeroConfig
 
 IN_A_TRAINER = (
-    'A Trainer makes one that runs on every tier with optim="adamw_torch", "sgd" or "adagrad", or takes '
+    'In a Trainer, write optim="adamw_torch", "sgd" or "adagrad", which run on every tier, or pass '
     "optimizers=(zero_optim_cpu.Lion(model.parameters(), lr=1e-4), None)"
 )
 
@@ -76,13 +76,13 @@ class Run:
             return True
         try:
             if self._closed:
-                raise ZeroError("its run was closed before, so it has no values any more")
+                raise ZeroError("close() has freed its values. Call end() before close()")
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             zero_core.unshard(self.model)
         except Exception as error:
             kind = type(self.model).__name__
-            warnings.warn(f"the {kind} cannot be used any more, as it is not made plain: {error}", stacklevel=3)
+            warnings.warn(f"the {kind} cannot be made plain, and cannot be used any more: {error}", stacklevel=3)
             self.close()
             return False
         return True
@@ -177,11 +177,11 @@ def _refuse(
         )
     if config.durable is not None and optimizer is not None and slab_name is None:
         raise ConfigError(
-            f"durable={config.durable!r} is a Trainer's setting: leave it out; in a loop, zero_hf.shard(slab_name=...) "
-            "and zero_core.resume keep each step"
+            f"durable={config.durable!r} needs a Trainer, or in a loop zero_hf.shard(slab_name=...) and "
+            "zero_core.resume: use one of them, or leave durable out"
         )
     if config.replicas > 1 and options.get("mesh") is not None:
-        raise ConfigError(f"mesh= and replicas={config.replicas} both say which ranks share shards: leave one out")
+        raise ConfigError(f"mesh= and replicas={config.replicas} both set which ranks share shards: leave one out")
 
 
 def plan(
@@ -269,14 +269,14 @@ def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
     except (TypeError, ValueError) as error:
         reason = str(error)
     if config.states != "fp32":
-        raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reason}")
+        raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reason}. Write states: fp32")
     with suppress(TypeError, ValueError):
         return zero_offload.step_for(optimizer, zero_offload.TorchStep(), by_itself=config.offloads)
     if config.offloads:
         kept_states(optimizer, torch.device("cpu"))  # raises for one that does not run on the device either
         raise ConfigError(
-            f"{type(optimizer).__name__} has no update on the host: {reason}. Take one that has, or keep all on "
-            f"the device with offload: none. {IN_A_TRAINER}"
+            f"{type(optimizer).__name__} has no update on the host: {reason}. Take one that has, or write offload: "
+            f"none. {IN_A_TRAINER}"
         )
     return None
 
@@ -309,13 +309,12 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
                 os.rmdir(path)
         if error.errno == errno.EBUSY and name is not None:
             raise ConfigError(
-                f"{error}: each durable run needs a name of its own, which follows from output_dir: give the second "
-                "stage of a model another output_dir"
+                f"{str(error).partition(';')[0]}. Its name follows from output_dir: give this run another output_dir, "
+                "or end the other run first"
             ) from error
         said = str(error).replace("allow_memory=True", "offload: host")
         raise ConfigError(
-            f"no slab on nvme_paths={paths}: {said}. Name a folder on a mounted drive; a folder is made if the one "
-            "above it is there"
+            f"cannot write to nvme_paths={paths}: {said}. Name a folder on a mounted drive; its parent must exist"
         ) from error
 
 

@@ -39,7 +39,7 @@ def with_eight_bits(args: Any, config: ZeroConfig) -> ZeroConfig:
         )
     if config.states not in ("fp32", _LAYOUT):
         raise ConfigError(
-            f"optim={name!r} and states={config.states!r} both say how states are kept: leave states out, or write "
+            f"optim={name!r} and states={config.states!r} both set the layout of states: leave states out, or write "
             'optim="adamw_torch"'
         )
     return dataclasses.replace(config, states=_LAYOUT)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import zero_core
+from zero_core.errors import listed
 
 from ..config import ConfigError
 from ..merging import adapters_of, written_with_adapters
@@ -183,13 +184,14 @@ def _load_weights(model: nn.Module, folder: str) -> bool:
     found = zero_core.load_pretrained(model, folder, strict=False)
     if found.missing or found.unexpected:
         raise ConfigError(
-            f"{folder} is of another {type(model).__name__}: it lacks {list(found.missing)}, and the model lacks "
-            f"{list(found.unexpected)}"
+            f"{folder} is of another {type(model).__name__}. Names in the model only: "
+            f"{listed(found.missing) or 'none'}; in the checkpoint only: {listed(found.unexpected) or 'none'}. Resume "
+            "with the model that was saved"
         )
     return True
 
 
 def _trained(run: Run | None) -> Run:
     if run is None or run.optimizer is None:
-        raise ConfigError("there are no optimizer states before train()")
+        raise ConfigError("there are no optimizer states before train(): call train() first")
     return run

@@ -261,11 +261,11 @@ def _refuse(trainer: DurableTrainer) -> None:
             # Without adaptive entropy, TRL's GRPOTrainer reads no file here.
             bool(own) and getattr(trainer.args, "use_adaptive_entropy", True),
             f"{type(trainer).__name__}'s {' and '.join(own)}",
-            "they read files of checkpoints, and steps have none: leave durable out",
+            "durable steps have no checkpoint files for it to read. Leave durable out",
         ),
     ):
         if found:
-            raise ConfigError(f"{what} does not go with durable, which keeps the steps of one run: {way_out}")
+            raise ConfigError(f"{what} cannot be used with durable, which keeps the steps of one run: {way_out}")
 
 
 def _together(trainer: Trainer, call: Callable[[], str | None]) -> str | None:

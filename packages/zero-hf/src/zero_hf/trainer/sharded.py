@@ -38,10 +38,7 @@ from .training_arguments import deepspeed_of, without_deepspeed
 from .trl import ShardedTRL, is_trl, shard_of, synced_generation
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-_GRADED = (
-    "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, which "
-    "is then trained with fp32 masters"
-)
+_GRADED = "torch's GradScaler cannot read sharded gradients. Train with bf16=True, or load the model in bfloat16"
 T = TypeVar("T", bound=type[Any])
 
 
@@ -134,7 +131,7 @@ class _Sharded(Trainer):
             if getattr(self.accelerator.state, name, None) is not None:
                 raise ConfigError(
                     f"accelerate was launched with a {name}, which shards the model itself: launch it with torchrun, "
-                    "or with accelerate launch --multi_gpu, and say stage and tiers with zero="
+                    "or with accelerate launch --multi_gpu, and set stage and tiers with zero="
                 )
 
     # -- DeepSpeed's JSON ----------------------------------------------------------------------------------------------
@@ -143,7 +140,7 @@ class _Sharded(Trainer):
         """Takes stage, tiers, precision and clipping from the arguments' `deepspeed`, as transformers does."""
         if self._zero_said:
             raise ConfigError(
-                "deepspeed= of the arguments and zero= (or ZERO_HF_CONFIG) both say stage and tiers: leave one out"
+                "deepspeed= of the arguments and zero= (or ZERO_HF_CONFIG) both set the ZeRO stage: leave one out"
             )
         found = self._zero_translation = self._zero_translated(with_schedule=False)
         self.zero_config = found.zero
@@ -163,9 +160,9 @@ class _Sharded(Trainer):
         half = config.get("fp16")
         if isinstance(half, Mapping) and half.get("enabled") is True:
             raise ConfigError(
-                'fp16.enabled=true of deepspeed= does not go with zero_hf.sharded, which scales no loss: write "bf16": '
-                '{"enabled": true} in place of the section, and bf16=True in the TrainingArguments; or train in a loop '
-                "with zero_hf.deepspeed.initialize, which scales the loss"
+                "fp16.enabled=true of deepspeed= cannot be used with zero_hf.sharded, which does not scale the loss. "
+                'Write "bf16": {"enabled": true} in its place, and bf16=True in the TrainingArguments. To train in '
+                "fp16, write a loop with zero_hf.deepspeed.initialize"
             )
         return from_deepspeed(config, arguments=self.args, model=self.model, num_training_steps=self._zero_steps)
 
@@ -299,16 +296,16 @@ class _Sharded(Trainer):
 def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
     """Raises ConfigError for an unsupported argument, before anything is allocated."""
     precision = getattr(args, "mixed_precision", "no")
-    others = "zero= says which stage and which tiers"
-    whole = "it casts a model that is sharded: evaluate with bf16=True, or load the model in bfloat16"
+    others = "zero= sets stage and tiers"
+    whole = "it would cast a sharded model. Evaluate with bf16=True, or load the model in bfloat16"
     for found, what, way_out in (
         (
             args.deepspeed is not None and deepspeed_of(args) is None,
             "deepspeed= of stock TrainingArguments, which lets DeepSpeed shard the model,",
             f"write TrainingArguments = zero_hf.sharded(TrainingArguments), and the JSON is followed here; or {others}",
         ),
-        (args.fsdp, "fsdp=", f"FSDP shards the model itself: leave it out, {others}"),
-        (args.parallelism_config, "parallelism_config=", "ranks are data parallel here: leave it out"),
+        (args.fsdp, "fsdp=", f"FSDP shards the model itself. Leave it out; {others}"),
+        (args.parallelism_config, "parallelism_config=", "all ranks are data parallel. Leave it out"),
         (args.fp16 or precision == "fp16", "fp16=True", _GRADED),
         (precision == "fp8", "mixed_precision=fp8", "use bf16=True"),
         (args.fp16_full_eval, "fp16_full_eval=True", whole),
@@ -316,18 +313,18 @@ def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
         (
             args.torch_compile,
             "torch_compile=True",
-            "it compiles the whole model before it is sharded: leave it out, and compile the blocks, as in "
-            "`for layer in model.model.layers: layer.compile()`",
+            "it compiles the whole model before it is sharded. Leave it out, and compile the blocks, as in `for layer "
+            "in model.model.layers: layer.compile()`",
         ),
         (
             args.save_on_each_node,
             "save_on_each_node=True",
-            "each rank writes its part of a checkpoint: leave it out, and make output_dir a folder that all see",
+            "each rank writes its part of a checkpoint. Leave it out, and make output_dir a folder that all see",
         ),
         (
             args.n_gpu > 1,
-            f"{args.n_gpu} GPUs in one process",
-            f"start a process for each of them, with torchrun --nproc-per-node {args.n_gpu}",
+            f"one process with {args.n_gpu} GPUs",
+            f"start one process per GPU, with torchrun --nproc-per-node {args.n_gpu}",
         ),
         (
             len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1,
@@ -341,4 +338,4 @@ def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
         ),
     ):
         if found:
-            raise ConfigError(f"{what} does not go with zero_hf.sharded: {way_out}")
+            raise ConfigError(f"{what} cannot be used with zero_hf.sharded: {way_out}")

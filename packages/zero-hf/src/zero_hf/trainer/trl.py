@@ -161,15 +161,15 @@ def _adding_adapters(model: nn.Module, peft_config: Any) -> AbstractContextManag
 def _refuse(args: TrainingArguments, deferred: bool) -> None:
     """Raises ConfigError for an unsupported argument of TRL, before anything is allocated."""
     for name, applies, way_out in (
-        ("use_vllm", True, "generate with transformers: leave it out"),
-        ("use_transformers_continuous_batching", True, "it casts the model: leave it out"),
-        ("activation_offloading", True, "zero_offload.offload_activations(model, store, ...) moves activations"),
+        ("use_vllm", True, "vLLM cannot read sharded weights. Leave it out, and transformers generates"),
+        ("use_transformers_continuous_batching", True, "it would cast the model. Leave it out"),
+        ("activation_offloading", True, 'pass activation_checkpointing=False and zero={"activations": "host"} instead'),
         (
             "precompute_ref_log_probs",
             deferred,
-            "TRL hashes the weights of the reference model, which zero_hf.from_pretrained has not read yet: load it "
+            "TRL hashes the weights of the reference model, which zero_hf.from_pretrained has not read yet. Load it "
             "with from_pretrained of transformers",
         ),
     ):
         if applies and getattr(args, name, False):
-            raise ConfigError(f"{name}=True cannot be used in a trainer under zero_hf.sharded(): {way_out}")
+            raise ConfigError(f"{name}=True cannot be used with zero_hf.sharded: {way_out}")
