@@ -305,7 +305,7 @@ over_folders("bindfs", "bindfs -f {0} MOUNT")
 @place(
     "bindfs whose daemon is killed",
     "bindfs",
-    stops="the mount's program has ended: mount it again.*check the device and its free space, then .*start it again",
+    stops="the mount's program has ended: mount it again.*check the disk and its free space, then .*restart the run",
 )
 def bindfs_killed(stack: ExitStack, work: Path) -> Folder:
     (folder,) = below(stack, work, "a")
@@ -369,7 +369,7 @@ def on_device(name: str, make: str, command: str, *packages: str, stops: str = "
 on_device("ntfs-3g", "mkntfs -F -Q -q", "ntfs-3g -o no_detach {} MOUNT", "ntfs-3g")
 on_device("exfat-fuse", "mkfs.exfat", "mount.exfat-fuse -d {} MOUNT", "exfat-fuse", "exfatprogs")
 # On a full disk it has no block for the extents that a first write into reserved room splits; ext4 itself has.
-no_block = "No space left on device.*start it again"
+no_block = "No space left on device.*restart the run"
 on_device("fuse2fs", "mkfs.ext4 -q -F", "fuse2fs -f {} MOUNT", "fuse2fs", stops=no_block)
 
 

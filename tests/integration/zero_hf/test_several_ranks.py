@@ -102,7 +102,7 @@ def _on_machines(folder, second):
 def test_secondary_shards_of_a_trainer_are_planned_and_train_the_same(ranks, tmp_path):
     (losses, planned), (others, more) = (ranks(4).run(_on_machines, tmp_path / str(on), on)[0] for on in (False, True))
     assert losses == others and more > planned
-    with pytest.raises(ValueError, match=r"is for stage 3 on several machines .* has stage=2, .*: leave it out"):
+    with pytest.raises(ValueError, match=r"needs stage=3, .* has stage=2, .*: leave secondary_shards out"):
         zero_hf.shard(torch.nn.Linear(2, 2), None, ZeroConfig(stage=2, secondary_shards=True))
 
 

@@ -94,18 +94,18 @@ def marked() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("message", "how", "options"),
     [
-        ("puts tensors into a list", appends, {"given": lambda: {"into": []}}),
+        ("changes which tensors one of its arguments", appends, {"given": lambda: {"into": []}}),
         (
-            "returns outputs of another structure for other rows",
+            "returns outputs whose structure differs between rows",
             lambda block, y, marks: (y, y) if marks.any() else y,
             {"given": marked, "batch": 10},
         ),
         (
-            r"returns, or keeps in an attribute, a value of shape \(\)",
+            r"returns, or stores in an attribute, a value of shape \(\)",
             lambda block, y, marks: (y, marks.sum()),
             {"given": marked, "batch": 10},
         ),
-        ("returns outputs of another structure", lambda block, y: (y, y) if len(y) > 1 else y, {}),
+        ("returns outputs whose structure differs", lambda block, y: (y, y) if len(y) > 1 else y, {}),
     ],
 )
 def test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows(message, how, options):

@@ -29,14 +29,14 @@ def backward(net):
     net(torch.ones(1, 4)).sum().backward()
 
 
-@pytest.mark.advice("has keys of its own, such as", "needs units that are recomputed, and")
+@pytest.mark.advice("as fields of Hardware, such as", "needs units that are recomputed, and")
 @pytest.mark.parametrize(
     ("wrong", "advice", "ways"),
     [
-        (lambda: Hardware(nvme_read_gbps=0), "give the figure, or leave it out", [lambda: Hardware(nvme_read_gbps=2)]),
+        (lambda: Hardware(nvme_read_gbps=0), "leave it out if it is not known", [lambda: Hardware()]),
         (
             lambda: Hardware(tiers={"nvme": {"gib": 3}}),
-            "has keys of its own, such as nvme_gib; give the figures there",
+            "give figures of nvme as fields of Hardware, such as nvme_gib",
             [lambda: Hardware(nvme_gib=3, tiers={"nvme": {}})],
         ),
         (
@@ -62,7 +62,7 @@ def backward(net):
         ),
         (
             lambda: TieredStore(tiers={"host": MemoryByteStore()}),
-            "give the ByteStore another one",
+            "give this one another name",
             [lambda: TieredStore(tiers={"shelf": MemoryByteStore()}).close()],
         ),
     ],
@@ -146,7 +146,7 @@ def test_a_full_compressed_store_gets_more_room_or_less():
         assert torch.equal(back, data)
         store.close()
 
-    with pytest.raises(BudgetError, match="raise capacity_gib, or place less here"):
+    with pytest.raises(BudgetError, match="raise capacity_gib, or place less on this tier"):
         stored(2**-14, 1 << 17)
     stored(2**-12, 1 << 17)
     stored(2**-14, 1 << 15)
@@ -229,7 +229,7 @@ def test_units_that_a_graph_holds_get_slots_or_are_on_the_host():
         finally:
             optimizer.close()
 
-    with pytest.raises(BudgetError, match="raise prefetch_bytes to the bytes of all units that are held together"):
+    with pytest.raises(BudgetError, match="raise prefetch_bytes to the bytes of all units in use at once"):
         stored(prefetch_bytes=0)
     net, optimizer = made()
     train(net, optimizer)

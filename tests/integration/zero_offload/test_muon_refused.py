@@ -99,7 +99,7 @@ def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> 
     model = built()
     disk = MemoryByteStore()
     disk.alignment = 1 << 16
-    with pytest.raises(PlacementError, match=r"needs layers.0.up.weight whole.*alignment of 65536: give ByteStores"):
+    with pytest.raises(PlacementError, match=r"needs layers.0.up.weight whole.*need 65536 bytes: give ByteStores"):
         zero_core.shard(model, pair(model.named_parameters()), store=TieredStore("nvme", nvme=disk))
     store = TieredStore("nvme", nvme=MemoryByteStore())
     step_once(zero_core.shard(model, pair(model.named_parameters()), store=store), model)
@@ -114,7 +114,7 @@ def test_a_state_that_another_optimizer_keeps_is_refused() -> None:
         weight = model.get_parameter("layers.0.up.weight")
         steps(optimizer, model, 0, 1)
         if given is pair:
-            with pytest.raises(UnsupportedOptimizerError, match="exp_avg cannot be written, because the optimizer"):
+            with pytest.raises(UnsupportedOptimizerError, match="exp_avg cannot be written, because of Muon and"):
                 zero_core.set_full_state(weight, "exp_avg", torch.ones(weight.shape))
         else:
             zero_core.set_full_state(weight, "exp_avg", torch.ones(weight.shape))
@@ -224,7 +224,7 @@ def test_states_that_come_later_are_refused_on_tiers() -> None:
     model = built()
     optimizer = zero_core.shard(model, pair(model.named_parameters(), kind=Later), store=TieredStore())
     steps(optimizer, model, 0, 2)
-    with pytest.raises(Exception, match="(?s)'late': .*for layers.*let the first step make all states"):
+    with pytest.raises(Exception, match=r"states of layers.* \(late\).*let the first step make all states"):
         steps(optimizer, model, 2, 4)
     optimizer.close()
 

@@ -30,7 +30,7 @@ class Opaque:
         ("contrast", {}, "unit layers.0 mixes the rows of its input: 2 rows at once and 1 at a time give outputs"),
         ("capacity", {}, "unit layers.0 mixes the rows of its input"),
         ("buffer", {}, "unit layers.0 writes into its buffer seen in forward"),
-        ("loss", {}, r"unit layers.0 returns, or keeps in an attribute, a value of shape \(\)"),
+        ("loss", {}, r"unit layers.0 returns, or stores in an attribute, a value of shape \(\)"),
         (
             "plain",
             {"bias": Opaque(torch.ones(8, 5, 16))},

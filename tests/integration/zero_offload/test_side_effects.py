@@ -106,8 +106,8 @@ def test_by_rows_tables_are_shared_and_attributes_are_joined(kind, rows):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        *((kind, "unit blocks.0 puts tensors into a list, a dict or an object") for kind in ("list", "dict", "object")),
-        ("loss in an attribute", r"returns, or keeps in an attribute, a value of shape \(\) that has no row"),
+        *((kind, "unit blocks.0 changes which tensors one of its arguments") for kind in ("list", "dict", "object")),
+        ("loss in an attribute", r"returns, or stores in an attribute, a value of shape \(\) that differs"),
         ("losses in an attribute", "unit blocks.0 writes into its attribute losses"),
     ],
 )

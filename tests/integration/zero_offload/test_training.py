@@ -202,7 +202,7 @@ def test_a_store_that_a_model_has_is_refused_to_another_and_stays_open() -> None
     first, second = toys.Stack(), toys.Stack()
     store = tiered("host")
     optimizer = zero_core.shard(first, toys.sgd(first.parameters()), store=store)
-    with pytest.raises(OffloadError, match="has a model already: make a new one"):
+    with pytest.raises(OffloadError, match="has a model already: make a new TieredStore for this model"):
         zero_core.shard(second, toys.sgd(second.parameters()), store=store)
     before = [p.detach().clone() for p in first.parameters()]
     toys.loss_of(first, toys.data(0, 0)).backward()

@@ -130,7 +130,7 @@ def test_secondary_shards_are_planned_for_several_machines_and_refused_on_one():
     plain, second = (planned(4, *machines, f"zero.secondary_shards={on}")[0] for on in ("false", "true"))
     more = second.total("host") + second.total("device") - plain.total("host") - plain.total("device")
     assert more > 0 and second.shape.secondary_shards
-    with pytest.raises(ConfigError, match=r"secondary_shards=true is for stage 3 on several machines.* 1 x 4 ranks"):
+    with pytest.raises(ConfigError, match=r"secondary_shards=true needs zero.stage=3.* 1 x 4 ranks"):
         planned(4, "offload=host", "zero.secondary_shards=true")
 
 

@@ -43,7 +43,7 @@ def test_a_plan_that_does_not_fit_names_settings_that_make_it_fit(tmp_path):
     given = {"offload": "host", "slots": 3, "tile_numel": 1 << 20, "prefetch_bytes": 0, "nvme_paths": str(tmp_path)}
     with pytest.raises(zero_offload.PlanError, match="host tier needs 17.0 MiB") as raised:
         plan(net, optimizer, ZeroConfig(**given), ranks=1, hardware=small)
-    way = 'lower it with optimizer="nvme", or more ranks than 1 with stage=3'
+    way = 'save memory with optimizer="nvme", or more ranks (now 1) with stage=3'
     assert str(raised.value).endswith(way), raised.value
     plan(net, optimizer, ZeroConfig(**given, optimizer="nvme"), ranks=1, hardware=small)
     plan(net, optimizer, ZeroConfig(**given, stage=3), ranks=2, hardware=replace(small, nodes=2))
@@ -185,7 +185,7 @@ def test_offload_places_what_no_kind_places_itself_and_settings_name_a_class():
         ({"optimizer": {"host": 0.5}}, "add up to 0.5, not to 1"),
         ({"optimizer": {"host": 0.5, "nvme": 0.5}}, "nvme_paths is empty"),
         ({"host_bytes": "4GiB"}, "host_bytes='4GiB': give a whole number of at least 0, without a unit"),
-        ({"tile_numel": 0}, "tile_numel=0 is not a multiple of"),
+        ({"tile_numel": 0}, "tile_numel=0 must be a positive multiple of"),
         ({"activations": "disk"}, "'disk' is not an activation policy; policies are keep, recompute, host, nvme"),
         (
             {"activations": "nvme", "offload": "host"},

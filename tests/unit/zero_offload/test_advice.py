@@ -39,7 +39,7 @@ def test_it_says_what_was_asked_what_there_is_and_what_the_plan_gave():
     text = str(error)
     assert "out of memory on the device tier: 2.0 GiB more were asked for" in text
     assert "70.2 GiB are in tensors, 0.5 GiB in fragments, 1.5 GiB are free" in text
-    assert f"the plan counted {planned.total('device') / 2**30:.1f} GiB of 74.0 GiB (activations " in text
+    assert f"the plan counted {planned.total('device') / 2**30:.1f} GiB of its budget of 74.0 GiB (activations " in text
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_it_says_what_was_asked_what_there_is_and_what_the_plan_gave():
 def test_activations_go_one_further_down(activations, first):
     given = {**HOST, "tokens": 32768, "prefetch_bytes": 1 << 30}
     text = str(raised(plan(LLAMA, GPU, **given, activations=activations), full()))
-    assert text.split("lower it with ")[1].startswith(first)
+    assert text.split("save memory with ")[1].startswith(first)
     assert "or prefetch_bytes=0" in text
     assert "parameters=" not in text  # they are not on the device
 
 
 def test_states_that_lie_on_the_device_are_named_with_what_they_are_worth():
     planned = plan(LLAMA, GPU, **dict.fromkeys(HOST, "device"), activations="recompute", tokens=2048)
-    ways = str(raised(planned, full())).split("lower it with ")[1].split(", or ")
+    ways = str(raised(planned, full())).split("save memory with ")[1].split(", or ")
     states, all_of_them = 'optimizer="host" and gradients="host"', 'parameters="host" and optimizer="host" and gra'
     held = [planned.bytes_of("device", kind) / 2**30 for kind in ("optimizer", "gradients", "parameters")]
     assert ways[0].startswith(all_of_them) and ways[0].endswith(f"(saves {sum(held):.1f} GiB)")
@@ -80,7 +80,7 @@ def test_states_that_lie_on_the_device_are_named_with_what_they_are_worth():
 )
 def test_each_way_out_takes_bytes_from_the_tier_when_it_is_followed(given):
     before = plan(LLAMA, GPU, **given)
-    ways = re.sub(r" \([^)]*\)", "", str(raised(before, full())).split("lower it with ")[1]).split(", or ")
+    ways = re.sub(r" \([^)]*\)", "", str(raised(before, full())).split("save memory with ")[1]).split(", or ")
     for way in ways:
         arguments = [each.split("=") for each in way.split(" and ") if "=" in each]
         change = {name: ast.literal_eval(value) for name, value in arguments} or {"tokens": given["tokens"] // 2}
@@ -103,7 +103,7 @@ def test_memory_that_the_plan_counts_on_and_the_device_does_not_give_is_said():
 
 def test_fragments_that_would_hold_it_come_first():
     planned = plan(LLAMA, GPU, **HOST, activations="host", tokens=2048)
-    assert "lower it with PYTORCH_CUDA_ALLOC_CONF" in str(raised(planned, full("1.00 GiB", "3.00 GiB")))
+    assert "save memory with PYTORCH_CUDA_ALLOC_CONF" in str(raised(planned, full("1.00 GiB", "3.00 GiB")))
     assert "ALLOC_CONF" not in str(raised(planned, full("1.00 GiB", "0.50 GiB")))
 
 
@@ -119,8 +119,8 @@ def test_on_the_cpu_device_and_host_are_one_tier(error, asked):
     found = raised(planned, error)
     total = planned.total("device") + planned.total("host")
     assert (found.tier, found.asked_bytes) == ("host", asked)
-    assert f"the plan counted {total / 2**30:.1f} GiB of 63.4 GiB (optimizer " in str(found)
-    assert 'lower it with optimizer="nvme"' in str(found)
+    assert f"the plan counted {total / 2**30:.1f} GiB of its budget of 63.4 GiB (optimizer " in str(found)
+    assert 'save memory with optimizer="nvme"' in str(found)
     assert ("3.0 GiB more were asked for" if asked else "MemoryError; ") in str(found)
 
 

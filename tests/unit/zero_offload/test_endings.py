@@ -193,7 +193,7 @@ def test_an_update_thread_that_cannot_be_started_is_an_error_and_not_a_hang(monk
 
     driver = make("host")
     driver.forward_backward()
-    way_out = r"end the run, free threads \(ulimit -u\), and .*start it again"
+    way_out = "end other threads or raise ulimit -u, then .*restart the run"
     with monkeypatch.context() as patch, pytest.raises(OffloadError, match=f"can't start.*{way_out}"):
         patch.setattr(threading.Thread, "start", start)
         driver.update()

@@ -91,7 +91,7 @@ def test_an_exception_of_the_step_is_raised_in_the_training_loop() -> None:
 def test_a_full_store_is_refused_before_anything_is_read() -> None:
     store = TieredStore(optimizer="nvme", nvme=MemoryByteStore(capacity_bytes=5 * TILE), tile_numel=TILE)
     driver = Driver.__new__(Driver)
-    with pytest.raises(BudgetError, match="0.2 MiB wanted, 0.1 MiB there"):
+    with pytest.raises(BudgetError, match="0.2 MiB needed, 0.1 MiB allowed"):
         driver.__init__(store, **HALF)
     store.close()
 
@@ -115,7 +115,9 @@ def test_an_extent_that_cannot_be_had_leaves_nothing_behind() -> None:
 @pytest.mark.promise("small-budget")
 def test_a_budget_too_small_is_refused_before_anything_is_reserved() -> None:
     nvme = MemoryByteStore()
-    with pytest.raises(BudgetError, match="host tier needs .* budget is .* missing; lower it with.*raise host_bytes"):
+    with pytest.raises(
+        BudgetError, match="host tier needs .* budget is .* missing; save memory with.*raise host_bytes"
+    ):
         make("nvme", nvme, host_bytes=10 * TILE, driver=HALF)
     assert nvme.used_bytes == 0
     make("nvme", nvme, host_bytes=1 << 24, driver=HALF).store.close()
@@ -126,7 +128,7 @@ def test_holding_every_unit_slot_is_an_error_and_not_a_hang() -> None:
     driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
     for i in range(3):
         driver.store.parameters(i)
-    with pytest.raises(BudgetError, match="u3 needs a unit slot, and all 3 are in use by u0, u1, u2"):
+    with pytest.raises(BudgetError, match="u3 needs a slot in host memory, and all 3 are in use by u0, u1, u2"):
         driver.store.parameters(3)
     driver.store.release(1)
     driver.store.parameters(3)

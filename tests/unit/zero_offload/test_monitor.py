@@ -97,7 +97,7 @@ def test_close_does_not_wait_for_ever_nor_free_what_an_update_uses(monkeypatch) 
     driver, go, mapping = in_mid_update()
     (thread,) = threads("zero-offload update") - of_others
     monkeypatch.setattr(monitor, "ENDS_SECONDS", 0.05)
-    with pytest.raises(OffloadError, match="'zero-offload update' was asked to end and has not after 0 s.*End the pr"):
+    with pytest.raises(OffloadError, match="'zero-offload update' did not end within 0 s.*End the pr"):
         driver.store.close()
     assert mapping() is not None
     go.set()

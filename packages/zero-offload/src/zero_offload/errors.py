@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-START_AGAIN = "start it again: a durable run goes on from its last step, another from its last checkpoint"
+CLOSED = "the TieredStore is closed: close it after the last use of its model"
+START_AGAIN = "restart the run: it continues from its last checkpoint, or with durable= from its last step"
 
 
 class OffloadError(Exception):

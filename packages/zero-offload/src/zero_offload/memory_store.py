@@ -152,12 +152,12 @@ class MemoryByteStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError(f"the {type(self).__name__} is closed")
+            raise ClosedError(f"the {type(self).__name__} is closed; create another")
 
     def _check_room(self, wanted: int) -> None:
         if self.capacity_bytes is not None and wanted > self.capacity_bytes:
             raise BudgetError(
-                f"MemoryByteStore: {gib(wanted)} wanted, {gib(self.capacity_bytes)} there; raise capacity_bytes"
+                f"MemoryByteStore: {gib(wanted)} needed, {gib(self.capacity_bytes)} allowed; raise capacity_bytes"
             )
 
 
@@ -215,8 +215,8 @@ class CompressedByteStore(MemoryByteStore):
         """Raises BudgetError if `total_bytes` would not fit at the ratio that was given."""
         if self.capacity_bytes is not None and total_bytes > self.capacity_bytes * self.ratio:
             raise BudgetError(
-                f"CompressedByteStore: {gib(total_bytes)} wanted, more than {gib(self.capacity_bytes)} hold at "
-                f"ratio={self.ratio:g}; raise capacity_gib, or raise ratio if the data is known to compress as well"
+                f"CompressedByteStore: {gib(total_bytes)} do not fit into {gib(self.capacity_bytes)} at "
+                f"ratio={self.ratio:g}; raise capacity_gib, or raise ratio if the data is known to compress that well"
             )
 
     def _check_room(self, wanted: int) -> None:
@@ -298,8 +298,7 @@ class CompressedByteStore(MemoryByteStore):
             used = self._used + len(packed) - len(kept.chunks[chunk] or b"")
             if self.capacity_bytes is not None and used > self.capacity_bytes:
                 raise BudgetError(
-                    f"CompressedByteStore: {gib(self.allocated_bytes)} are allocated, and compressed they take more "
-                    f"than the {gib(self.capacity_bytes)} of memory that it may use; raise capacity_gib, or place less "
-                    "here"
+                    f"CompressedByteStore: its {gib(self.allocated_bytes)} take more than {gib(self.capacity_bytes)} "
+                    "when compressed; raise capacity_gib, or place less on this tier"
                 )
             kept.chunks[chunk], self._used = packed, used

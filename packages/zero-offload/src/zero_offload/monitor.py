@@ -28,12 +28,12 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from .core import NullObserver, Observer
-from .errors import START_AGAIN, AsleepError, ClosedError, OffloadError
+from .errors import CLOSED, START_AGAIN, AsleepError, ClosedError, OffloadError
 from .timeline import Timeline
 
 ENDS_SECONDS = 300.0
 POLL_SECONDS = 0.005
-AGAIN = f"end the run, free threads (ulimit -u), and {START_AGAIN}"
+AGAIN = f"end other threads or raise ulimit -u, then {START_AGAIN}"
 Item = TypeVar("Item")
 
 
@@ -92,9 +92,9 @@ class Monitor:
         """Raises the background's error, on every call; ClosedError after close(), AsleepError until wake()."""
         if os.getpid() != self._process:
             raise OffloadError(
-                f"a TieredStore in process {os.getpid()}, which was forked from process {self._process}, where it was "
-                "attached: its threads and its transfers are there. Use it there, or attach another store here, after "
-                "torch.set_num_threads(1), as the threads of OpenMP do not survive a fork"
+                f"this TieredStore and its threads are in process {self._process}, and process {os.getpid()} was "
+                "forked from it. Use it there, or attach another store here, after torch.set_num_threads(1), as the "
+                "threads of OpenMP do not survive a fork"
             )
         if isinstance(self.failure, ClosedError):
             raise ClosedError(*self.failure.args)  # a new one: an exception keeps the frames that it went through
@@ -240,14 +240,14 @@ class Worker(Generic[Item]):
 
     def close(self) -> None:
         """Ends the thread after its current item. Idempotent. Raises OffloadError if that item does not end."""
-        self._monitor.fail(ClosedError("the TieredStore is closed"))
+        self._monitor.fail(ClosedError(CLOSED))
         if self._thread is threading.current_thread() or not self._thread.is_alive():
             return
         self._thread.join(ENDS_SECONDS)
         if self._thread.is_alive():
             raise OffloadError(
-                f"the thread {self._thread.name!r} was asked to end and has not after {ENDS_SECONDS:.0f} s: an update "
-                "or a transfer in it does not return, so its memory is not given back. End the process"
+                f"the thread {self._thread.name!r} did not end within {ENDS_SECONDS:.0f} s, because an update or a "
+                "transfer hangs, so its memory is not freed. End the process"
             )
 
     def _main(self) -> None:

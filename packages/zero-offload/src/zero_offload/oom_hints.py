@@ -81,16 +81,16 @@ def _text(plan: Plan, tier: Tier, said: Mapping[str, int], error: BaseException)
     known = {"allocated": "{} are in tensors", "fragments": "{} in fragments", "free": "{} are free"}
     now = ", ".join(phrase.format(gib(said[name])) for name, phrase in known.items() if name in said)
     facts = "; ".join(filter(None, (asked, now, _given(plan, where, tiers), _absent(plan, where, said))))
-    return f"out of memory on the {where} tier: {facts}; lower it with {', or '.join(_ways(plan, tiers, said))}"
+    return f"out of memory on the {where} tier: {facts}; save memory with {', or '.join(_ways(plan, tiers, said))}"
 
 
 def _given(plan: Plan, where: str, tiers: tuple[Tier, ...]) -> str:
-    """ "the plan counted 12.1 GiB of 79.0 GiB (activations 10.3 GiB, buffers 1.8 GiB)"."""
+    """ "the plan counted 12.1 GiB of its budget of 79.0 GiB (activations 10.3 GiB, buffers 1.8 GiB)"."""
     parts = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in (*KINDS, "activations")}
     budget = plan.budgets.of(where) if plan.budgets else None
     return (
         f"the plan counted {gib(sum(parts.values()))}"
-        + (f" of {gib(budget)}" if budget else "")
+        + (f" of its budget of {gib(budget)}" if budget else "")
         + (f" ({contents(parts)})" if any(parts.values()) else "")
     )
 
@@ -125,7 +125,7 @@ def _ways(plan: Plan, tiers: tuple[Tier, ...], said: Mapping[str, int]) -> list[
     gains.append((plan.shape.resident_bytes, f"resident_bytes=0 (saves {gib(plan.shape.resident_bytes)})"))
     ways = list(dict.fromkeys(text for gain, text in sorted(gains, key=lambda each: -each[0]) if gain > 0))
     if said.get("fragments", 0) > said.get("asked", 0) > 0:
-        ways.insert(0, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, as the fragments would hold it")
+        ways.insert(0, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (the fragments are large enough)")
     return ways or ["more ranks with stage=3, or smaller units (TiledLinear)"]
 
 

@@ -280,11 +280,11 @@ class UncutStep:
         for name, mine in states.items():
             if by_itself.is_number(left.get(name)):
                 left[name] = by_itself.packed(left[name]).to(mine.device)
-        if _told(left) != _told(states):
+        if (now := _told(left)) != (first := _told(states)):
+            told = ", ".join(sorted(name for name in now | first if now.get(name) != first.get(name)))
             raise UnsupportedOptimizerError(
-                f"after a step, {kind_of(self._optimizer)} has {_told(left)} for {segment.name}, of shape "
-                f"{segment.uncut_shape}, and the tier has memory for {_told(states)}, the states of its first step: "
-                "let the first step make all states, or leave store= out"
+                f"{kind_of(self._optimizer)} changed states of {segment.name} after its first step ({told}), and the "
+                "tier has no memory for the new ones: let the first step make all states, or leave store= out"
             )
         for name, mine in states.items():
             if left[name].data_ptr() != mine.data_ptr():
@@ -310,8 +310,8 @@ class UncutStep:
             tile.states[name].copy_(values)
         elif bool(values.any()):
             raise UnsupportedOptimizerError(
-                f"{name} cannot be written, because the optimizer of the parameter, one of {kind_of(self._optimizer)}, "
-                "does not keep this state: give the parameter to the optimizer with which the values were saved"
+                f"state {name} cannot be written, because of {kind_of(self._optimizer)} the one that has the parameter "
+                "does not keep it: give the parameter to the optimizer with which the values were saved"
             )
 
     @property

@@ -191,8 +191,8 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Itera
             )
     if [*map(id, now)] != [id(tensor) for tensor, _ in given]:
         raise ActivationError(
-            f"unit {unit} puts tensors into a list, a dict or an object among its inputs, and with {option}= it would "
-            f"do so once for each part: {way_out(option)}"
+            f"unit {unit} changes which tensors one of its arguments (a list, a dict or an object) holds, and with "
+            f"{option}= this would happen once per part of a batch: {way_out(option)}"
         )
 
 
@@ -244,17 +244,16 @@ class Joined:
 
 def other_structure(unit: str, option: str) -> ActivationError:
     return ActivationError(
-        f"unit {unit} returns outputs of another structure for other {option}, which cannot be joined: "
+        f"unit {unit} returns outputs whose structure differs between {option}, so they cannot be joined: "
         f"{way_out(option)}"
     )
 
 
 def not_joined(unit: str, option: str, leaf: Any) -> ActivationError:
     form = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"class {type(leaf).__name__}"
-    one = option.removesuffix("s")
     return ActivationError(
-        f"unit {unit} returns, or keeps in an attribute, a value of {form} that has no {one} for each {one} of its "
-        f"input and differs between {option}, such as a loss over its batch: {way_out(option)}"
+        f"unit {unit} returns, or stores in an attribute, a value of {form} that differs between parts of a batch and "
+        f"has no dimension of {option}, such as a loss over the batch, so it cannot be joined: {way_out(option)}"
     )
 
 

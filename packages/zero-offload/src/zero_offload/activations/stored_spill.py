@@ -47,7 +47,7 @@ from ..monitor import Ending, Monitor, Worker
 from ..streams import Lane, Mark, Streams
 from .spill import Crossing, DiscreteSpill, Form, Packed, Spill, Spilled
 
-_AGAIN = "close what offload_activations returned, free threads (ulimit -u), and call offload_activations again"
+_AGAIN = "close() the activation offload, end other threads or raise ulimit -u, and call offload_activations again"
 Copy = Callable[[Lane, Tensor, Tensor], "Mark | None"]  # (lane, into, source): done when the mark is, or done (None)
 
 
@@ -213,7 +213,7 @@ class StoredSpill(Spill):
             self._all.append(self._transfers.allocate(nbytes))
         except (OSError, BudgetError) as error:
             raise BudgetError(
-                f"no room on {self._transfers.tier} for {gib(nbytes)} of activations of {what}: {error}; take "
+                f"no room on {self._transfers.tier} for {gib(nbytes)} of activations of {what}: {error}. Or take "
                 'fewer tokens a micro-batch, or give some units the policy "recompute"'
             ) from error
         return self._all[-1]

@@ -40,6 +40,7 @@ from ..protocols import NamedByteStore
 from .ab_places import Pins, TwoPlaces
 
 FORMAT = 1
+DELETE = "delete the slab with its remove(), and load a checkpoint"
 MAGIC = b"zerogen\0"
 HEADER = struct.Struct("<8sIQQQI")  # magic, format, number; the body's offset, bytes and checksum
 CHECKSUM = struct.Struct("<I")  # of the header
@@ -67,8 +68,8 @@ class Generations:
         store = transfers.store
         if not isinstance(store, NamedByteStore) or not store.name:
             raise GenerationError(
-                f"a durable store keeps its files after the process ends, and a {type(store).__name__} without a name "
-                "does not; give a named one, such as zero_nvme.Slab([path], name=...)"
+                f"durable= needs files that stay when the process ends, and this {type(store).__name__} has no name; "
+                "give a named one, such as zero_nvme.Slab([path], name=...)"
             )
         self._transfers, self._store, self._sync = transfers, store, sync
         self.layout = dict(layout)
@@ -86,7 +87,7 @@ class Generations:
         """Claims a header of an earlier process, or allocates it: a process killed early may have left none."""
         nbytes = self._transfers.alignment
         others = GenerationError(
-            f"durable= needs a slab of its own, and {self._named()} has bytes of others; give the store another slab"
+            f"durable= needs a slab without other data, and {self._named()} has some; give the store another slab"
         )
         if self._store.found:
             try:
@@ -111,8 +112,8 @@ class Generations:
         found = [self._read_manifest(*header) for header in headers]
         if found and found[0] is None:
             raise GenerationError(
-                f"{self._named()} is damaged: generation {headers[0][0]} was committed, and the checksum of its "
-                "manifest is wrong; remove the slab, and load a checkpoint"
+                f"{self._named()} is damaged: the checksum of its last step, generation {headers[0][0]}, is wrong; "
+                f"{DELETE}"
             )
         return [each for each in found if each is not None]
 
@@ -125,8 +126,8 @@ class Generations:
             return None
         if form > FORMAT:
             raise GenerationError(
-                f"{self._named()} has generations of format {form}, and this zero-offload knows up to {FORMAT}; "
-                "use the version that wrote them, or remove the slab"
+                f"{self._named()} was written in format {form}, and this zero-offload reads formats up to {FORMAT}; "
+                f"use the version that wrote it, or {DELETE}"
             )
         number, offset, nbytes, checksum = rest
         return number, offset, nbytes, checksum
@@ -167,15 +168,15 @@ class Generations:
         if manifest is None:
             numbers = ", ".join(str(each.number) for each in self.found) or "none"
             raise GenerationError(
-                f"{self._named()} has no generation {number} (there is {numbers}), and another rank has no later one; "
-                "the slabs are not of one run: remove all of them, or load a checkpoint"
+                f"{self._named()} has no generation {number} (found: {numbers}), the last one of another rank, so the "
+                f"slabs are not from the same run; on every rank {DELETE}"
             )
         if not any_layout:
             self._check_layout(manifest)
         if manifest.facts["boot"] not in (None, _boot()):
             raise GenerationError(
-                f'{self._named()} was written with durable="process", without syncs, and this machine was restarted '
-                f"since, so values of generation {number} may be lost; remove the slab, and load a checkpoint"
+                f'{self._named()} was written with durable="process", without syncs, and the machine has restarted '
+                f"since, so values of generation {number} may be lost; {DELETE}"
             )
         self._forget_after(number)
         self._bodies = [None if each is None else self._claim(*each) for each in manifest.facts["bodies"]]
@@ -203,9 +204,9 @@ class Generations:
             )
             told = told or "names or shapes of its units"
             raise GenerationError(
-                f"{self._named()} has a run of another model or another setting ({told}); start it as it was, give the "
-                "slab another name, remove it to start a new run, or write a checkpoint of it with "
-                "zero_offload.write_checkpoint and load that"
+                f"{self._named()} holds a run with another model or other settings ({told}). To continue that run, set "
+                "them back, or write a checkpoint of it with zero_offload.write_checkpoint and load that. To start a "
+                "new run, give the slab another name, or delete it with its remove()"
             )
 
     # -- values -------------------------------------------------------------------------------------------------
@@ -291,8 +292,8 @@ class Generations:
             self._in_turns([value.places[place].read(buffer, name)])
         if place is None or self.pins.place(value) is None:  # or while it was read
             raise GenerationError(
-                f"the copy of {name} was given up: the store was closed before the checkpoint was written; call wait() "
-                "of what save() returned, or optimizer.close(), which waits for it"
+                f"the store was closed before {name} was copied into the checkpoint, which is incomplete; before you "
+                "close the store, call wait() on the result of save(), or close it by optimizer.close(), which waits"
             )
         self.pins.give_up([value])
 

@@ -208,8 +208,8 @@ def _check_alignment(specs: Iterable[ShardSpec], alignment: int) -> None:
     uncut = next((s.name for spec in specs for s in spec.segments if s.uncut), None)
     if uncut is not None and UNCUT_BYTES % alignment:
         raise PlacementError(
-            f"the optimizer needs {uncut} whole, and such parameters begin at multiples of {UNCUT_BYTES} bytes, while "
-            f"a tier given has an alignment of {alignment}: give ByteStores whose alignment divides {UNCUT_BYTES}"
+            f"the optimizer needs {uncut} whole, and whole parameters are aligned to {UNCUT_BYTES} bytes, while the "
+            f"ByteStores need {alignment} bytes: give ByteStores whose alignment divides {UNCUT_BYTES}"
         )
 
 
@@ -335,8 +335,8 @@ def _fit(plan: StorePlan, host_bytes: int, *, fixed: bool) -> StorePlan:
             remedies.append("a smaller tile_numel")
         raise BudgetError(
             f"host tier needs {gib(least.arena_bytes)} ({parts}), budget is {gib(host_bytes)}: "
-            f"{gib(least.arena_bytes - host_bytes)} are missing; lower it with {', '.join(remedies) or 'more ranks'}, "
-            "or raise host_bytes"
+            f"{gib(least.arena_bytes - host_bytes)} missing; save memory with "
+            f"{', or '.join(remedies) or 'more ranks'}, or raise host_bytes"
         )
     most = max(plan.state_slots, plan.gradient_slots)
     plans = map(at_most, range(most, -1, -1))

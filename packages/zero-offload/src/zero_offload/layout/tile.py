@@ -38,7 +38,7 @@ def check_tile_numel(tile_numel: int) -> None:
     """Raises PlacementError unless the norm's chunks nest in tiles."""
     if tile_numel <= 0 or tile_numel % CHUNK_NUMEL:
         raise PlacementError(
-            f"tile_numel={tile_numel} is not a multiple of {CHUNK_NUMEL}, the gradient norm's chunk; "
+            f"tile_numel={tile_numel} must be a positive multiple of {CHUNK_NUMEL} elements; "
             f"use {max(1, round(tile_numel / CHUNK_NUMEL)) * CHUNK_NUMEL}"
         )
 
@@ -157,7 +157,7 @@ def shares(placement: Placement, kind: str, tiers: Sequence[Tier] = TIERS) -> di
         if tier not in found:
             raise PlacementError(f"{kind}: {name!r} is not a tier; known: {known}")
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not math.isfinite(share) or share < 0:
-            raise PlacementError(f"{kind}: the fraction of {tier} is {share!r}; it is a number from 0 to 1")
+            raise PlacementError(f"{kind}: the fraction of {tier} is {share!r}, and must be a number from 0 to 1")
         found[tier] = float(share)
     if not math.isclose(sum(found.values()), 1.0, abs_tol=1e-6):
         raise PlacementError(f"{kind}: the fractions {dict(placement)} add up to {sum(found.values()):g}, not to 1")
@@ -198,11 +198,11 @@ def check_device_shares(parameters: Placement, gradients: Placement, optimizer: 
     states = device_share(optimizer)
     if not math.isclose(device_share(gradients), states, abs_tol=1e-6):
         raise PlacementError(
-            f"gradients={gradients!r} and optimizer={optimizer!r}: on a discrete device a unit's gradient is where its "
-            f'states are; give both the same share of "device" ({states:g})'
+            f"gradients={gradients!r} and optimizer={optimizer!r}: on a GPU, a unit's gradients are where its states "
+            f"are; set gradients={optimizer!r}"
         )
     if device_share(parameters) < states - 1e-6:
         raise PlacementError(
-            f"parameters={parameters!r} and optimizer={optimizer!r}: states on the device need their parameters there; "
-            f'give parameters at least {states:g} of "device"'
+            f"parameters={parameters!r} and optimizer={optimizer!r}: optimizer states on a GPU need their parameters "
+            f"there too; set parameters={optimizer!r}"
         )

@@ -42,7 +42,7 @@ class HostBudget:
         """Takes `nbytes`. Raises BudgetError if fewer are free; then nothing is taken."""
         with self._lock, self.explained():
             if nbytes > self.free_bytes:
-                raise BudgetError(f"{gib(nbytes)} of host memory are wanted and {gib(self.free_bytes)} are free")
+                raise BudgetError(f"{gib(nbytes)} of host memory are needed and {gib(self.free_bytes)} are free")
             self._taken += nbytes
 
     @contextmanager
@@ -52,8 +52,8 @@ class HostBudget:
             yield
         except BudgetError as error:
             raise BudgetError(
-                f"{error}. Other stores have {gib(self._taken)} of the shared budget of {gib(self.nbytes)}: sleep() or "
-                "close() of one of them gives its bytes back"
+                f"{error}. Other stores have {gib(self._taken)} of the shared budget of {gib(self.nbytes)}: call "
+                "sleep() or close() of one of them to free its part"
             ) from error
 
     def give(self, nbytes: int) -> None:
@@ -167,8 +167,8 @@ class Arena:
             tensor = torch.empty(round_up(self.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise BudgetError(
-                f"the host tier's arena of {gib(self.nbytes)} cannot be pinned ({error}); put more on nvme, take fewer "
-                "slots, or raise the limit of locked memory"
+                f"{gib(self.nbytes)} of host memory cannot be pinned ({error}); put more on nvme, set slots=3, or "
+                "raise the limit of locked memory (ulimit -l)"
             ) from error
         memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         memory.tensor = tensor  # views keep the buffer, and the buffer keeps the tensor
@@ -182,7 +182,7 @@ class Arena:
             mapping = mmap.mmap(-1, round_up(nbytes, PAGE_BYTES) + HUGE_PAGE_BYTES, flags=flags)
         except OSError as error:
             raise BudgetError(
-                f"the host tier's arena of {gib(nbytes)} cannot be mapped ({error}); put more on nvme, take fewer slots"
+                f"{gib(nbytes)} of host memory cannot be mapped ({error}); put more on nvme, or set slots=3"
             ) from error
         return mapping, HUGE_PAGE_BYTES, self._advise(mapping)
 
@@ -190,7 +190,7 @@ class Arena:
     def memory(self) -> memoryview:
         """The bytes, as a buffer. Raises ClosedError after close(), or while they were given back."""
         if self._memory is None:
-            raise ClosedError("the arena has no memory: it was closed, or gave it back")
+            raise ClosedError("the store has no host memory: it was closed, or sleeps until wake() is called")
         return self._memory
 
     @staticmethod
@@ -208,7 +208,7 @@ class Arena:
     def take(self, nbytes: int) -> Block:
         """The next `nbytes`, from a page boundary. AssertionError beyond the planned bytes: that is a bug of ours."""
         if self._memory is None:
-            raise ClosedError("the arena is closed")
+            raise ClosedError("the store has no host memory: it was closed")
         size = round_up(nbytes, PAGE_BYTES)
         if self._taken + size > round_up(self.nbytes, PAGE_BYTES):
             raise AssertionError(f"arena of {self.nbytes} bytes: {self._taken} taken, {size} wanted")

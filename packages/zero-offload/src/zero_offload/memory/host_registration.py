@@ -64,7 +64,7 @@ def unregister(host: Tensor, device: torch.device) -> None:
     """The inverse of `register`. No copy may be under way."""
     found = [_call(device, "cudaHostUnregister", block) for block in host.split(BLOCK_BYTES) if block.nbytes]
     if status := next((status for status in found if status), 0):
-        raise OffloadError(f"cudaHostUnregister of {gib(host.nbytes)} failed with status {status} of {device}")
+        raise OffloadError(f"cudaHostUnregister failed on {device} with status {status}; end the process")
 
 
 def parts(memory: Tensor, registered: Tensor) -> Iterator[tuple[int, int]]:
@@ -103,9 +103,9 @@ def _refused(what: str, status: int, done: int, nbytes: int, device: torch.devic
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
     return (
-        f"{what} failed with status {status} for {device}, after {gib(done)} of {gib(nbytes)}. All of it must fit in "
-        f"memory and below the limit of locked memory (ulimit -l), which is {limit}; the driver may have one of its "
-        "own: put more on nvme, take fewer slots, or raise the limit (in a container, that of the container)"
+        f"{what} failed on {device} with status {status}, after {gib(done)} of {gib(nbytes)}, which must fit into free "
+        f"host memory and into the limit of locked memory (ulimit -l: {limit}; a driver may allow less); put more on "
+        "nvme, set slots=3, or raise the limit (in a container, that of the container)"
     )
 
 

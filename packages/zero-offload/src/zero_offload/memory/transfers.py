@@ -69,7 +69,7 @@ class Transfer:
         verb = "reading" if self.lane == "swap_in" else "writing"
         explained = SwapError(
             f"{verb} {self.what} failed: {path}, offset {at}, {self.buffer.nbytes} bytes: {error}; "
-            f"check the device and its free space, then {START_AGAIN}"
+            f"check the disk and its free space, then {START_AGAIN}"
         )
         explained.errno = getattr(error, "errno", None)
         return explained
@@ -248,7 +248,7 @@ class Stores(dict[str, Transfers]):
     def __init__(self, tiers: Mapping[str, ByteStore], nvme: ByteStore | None, in_flight: InFlight) -> None:
         for name in tiers:
             if not Tier(name).stored or (name == Tier.NVME and nvme is not None):
-                raise PlacementError(f"tiers={{{name!r}: ...}}: this name is taken; give the ByteStore another one")
+                raise PlacementError(f"tiers={{{name!r}: ...}}: a tier has this name; give this one another name")
         stores = dict(tiers) if nvme is None else {**tiers, str(Tier.NVME): nvme}
         super().__init__({tier: Transfers(store, in_flight, tier) for tier, store in stores.items()})
         self.in_flight = in_flight

@@ -326,24 +326,24 @@ def _ways_out(
         needed = reserved - grows * hardware.device_gib + sum(kinds.values()) / GIB
         least = math.ceil(100 * ranks * needed / (1 - grows)) / 100
         return (
-            f"hardware.{tier}_gib={getattr(hardware, f'{tier}_gib'):g} leaves nothing beside "
-            f"hardware.{tier}_reserved_gib={reserved:.3g} of each rank, which libraries take; {least:g} would do"
+            f"libraries take hardware.{tier}_reserved_gib={reserved:.3g} for each rank, so hardware.{tier}_gib="
+            f"{getattr(hardware, f'{tier}_gib'):g} leaves nothing; set hardware.{tier}_gib={least:g} or more"
         )
     next_tier = slower(tier)
     largest = max(STATE_KINDS, key=lambda kind: kinds[kind])
     ways = []
     if kinds[largest]:
-        needs = f", which needs {next_tier} (hardware.{next_tier}_gib is 0)"
+        needs = f" and hardware.{next_tier}_gib above 0"
         arguments = moved(largest, next_tier, kinds, discrete=tier == Tier.DEVICE)[1]
         ways.append(arguments + (needs if next_tier.stored and not budgets.of(next_tier) else ""))
     if kinds["activations"]:
         ways.append("fewer tokens a micro-batch")
     if reducing:
-        ways.append(f"reducing every micro-batch ({reducing})")
+        ways.append(f"{reducing} (reduces gradients after each micro-batch)")
     if kinds["buffers"] and (tier == Tier.DEVICE or swaps):
         ways.append("smaller units (TiledLinear)" if tier == Tier.DEVICE else "fewer slots (slots=...)")
-    ways.append(f"more ranks than {hardware.ranks} with stage=3")
+    ways.append(f"more ranks (now {hardware.ranks}) with stage=3")
     allowed = ""
     if tier == Tier.HOST and sum(kinds.values()) <= hardware.host_bytes:  # the caller allows less than the machine has
         allowed = f"; or set host_bytes={sum(kinds.values())}, which the host has"
-    return f"lower it with {', or '.join(ways)}{allowed}"
+    return f"save memory with {', or '.join(ways)}{allowed}"

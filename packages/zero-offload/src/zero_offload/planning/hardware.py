@@ -49,9 +49,9 @@ class HardwareError(ValueError):
 
 def _quantity(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise HardwareError(f"{name} is {value!r}; it is a finite number")
+        raise HardwareError(f"{name} is {value!r}, and must be a finite number")
     if value < 0 or (value == 0 and not name.endswith("gib")):
-        raise HardwareError(f"{name} is {value}; give the figure, or leave it out where it is not known")
+        raise HardwareError(f"{name} is {value}, which is too small; leave it out if it is not known")
 
 
 def _check_keys(kind: type, values: Mapping[str, Any], what: str) -> None:
@@ -118,7 +118,7 @@ class Hardware:
             value = getattr(self, field.name)
             if field.name in ("nodes", "ranks_per_node", "nvme_paths"):
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise HardwareError(f"{field.name} is {value!r}; it is a count of at least 1")
+                    raise HardwareError(f"{field.name} is {value!r}, and must be a whole number of at least 1")
             elif field.name == "update_share":
                 check_update_share(value)
             elif field.name == "tflops" and isinstance(value, Mapping):
@@ -145,7 +145,7 @@ class Hardware:
                 given = TierFigures(**dict(given or {}))
             given.check(name)
             if not Tier(name).stored or (name == Tier.NVME and given != TierFigures()):
-                raise HardwareError(f"tiers.{name} has keys of its own, such as {name}_gib; give the figures there")
+                raise HardwareError(f"tiers.{name}: give figures of {name} as fields of Hardware, such as {name}_gib")
             found[name] = given
         object.__setattr__(self, "tiers", found)
 

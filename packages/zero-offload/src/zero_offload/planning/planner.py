@@ -293,9 +293,9 @@ def plan(
     if secondary_shards and (stage < 3 or replicas > 1 or min(nodes, local) < 2):
         known = f"{nodes} x {local} ranks" if hardware or secondary_shards > 1 else "no hardware"
         raise ValueError(
-            "secondary_shards=True is for stage 3 on several machines with several ranks each, without replicas, and "
-            f"this plan has stage={stage}, replicas={replicas} and {known}: leave it out, or plan for a Hardware with "
-            "such nodes= and ranks_per_node="
+            "secondary_shards=True needs stage=3, replicas=1, and 2 or more machines with 2 or more ranks each, and "
+            f"this plan has stage={stage}, replicas={replicas} and {known}: leave secondary_shards out, or set nodes= "
+            "and ranks_per_node= of the Hardware"
         )
     shape = Shape(
         parameter_dtype=dtype,

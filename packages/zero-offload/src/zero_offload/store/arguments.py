@@ -74,9 +74,9 @@ class Arguments:
         lends_all = context.keeps_parameters and context.shard_count == 1 and not discrete
         if lends_all and len(streamed) > plan.unit_slots:
             raise BudgetError(
-                f"stages 0 to 2 keep every unit in memory until the step, and {len(streamed)} units whose "
-                f"parameters are stored share {plan.unit_slots} slots of {gib(plan.unit_slot_bytes)}; use stage=3, or "
-                'put parameters on the "host", or raise prefetch_bytes to the bytes of all of them'
+                f"stages 0 to 2 keep all parameters in memory until the step, and {len(streamed)} units with stored "
+                f"parameters have {plan.unit_slots} slots of {gib(plan.unit_slot_bytes)}; use stage=3, or put "
+                'parameters on the "host", or raise prefetch_bytes to the bytes of all these units'
             )
         return replace(plan, durable_on=Tier.NVME) if self.durable else plan
 
@@ -90,7 +90,7 @@ class Arguments:
         if not self.durable:
             return None
         if Tier.NVME not in self._stores:
-            raise GenerationError(f"durable needs {Tier.NVME.argument}, with name= given")
+            raise GenerationError("durable= needs a named ByteStore, such as nvme=zero_nvme.Slab([path], name=...)")
         layout = generation_layout(plan, step, optimizer, context)
         generations = Generations(self._stores[Tier.NVME], layout, sync=self.durable != "process")
         generations.adopt(context.agree([each.number for each in generations.found]))

@@ -33,10 +33,9 @@ from ..tiles.value_access import PinnedValues, Values
 from ..update_thread.pipeline import Pipeline
 from .paths import DevicePath, HostPath
 
-_STILL_AWAKE = "the store is awake and has lost nothing: make room there, or give sleep(to=) another ByteStore"
+_STILL_AWAKE = "the store is awake and has lost nothing: make room in the ByteStore, or give sleep(to=) another one"
 _STILL_ASLEEP = (
-    "the store still sleeps and nothing was freed: call wake() again when the cause is gone. If its bytes cannot be "
-    f"read any more, end the run and {START_AGAIN}"
+    f"the store still sleeps and has lost nothing: remove the cause and call wake() again, or else {START_AGAIN}"
 )
 
 
@@ -64,7 +63,7 @@ class Memory:
             )
         if used := self._path.in_use():
             names = ", ".join(plan.units[i].spec.name for i in sorted(used))
-            raise AsleepError(f"cannot sleep while {names} is in use: zero_core.sleep(model) gives units back first")
+            raise AsleepError(f"units are in use ({names}): zero_core.sleep(model) frees them before the store sleeps")
         self._path.drain()
         values = self._values()
         try:
@@ -140,7 +139,7 @@ class Memory:
 
 
 def _failed(call: str, error: Exception, way_out: str) -> SwapError:
-    explained = SwapError(f"{call}() failed: {error}; {way_out}")
+    explained = SwapError(f"{call}() failed: {str(error).removesuffix(f', then {START_AGAIN}')}; {way_out}")
     explained.errno = getattr(error, "errno", None)
     return explained
 

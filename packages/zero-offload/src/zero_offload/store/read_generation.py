@@ -39,9 +39,8 @@ def generation_layout(
                 elsewhere = tier.stored and tier != plan.durable_on
                 if tile.trainable and (elsewhere or unit.whole):
                     raise GenerationError(
-                        f"a durable store cannot have trained values on {tier} (those of {unit.spec.name}), only in "
-                        f'host memory or on {plan.durable_on}; place parameters and optimizer on "host" or '
-                        f'"{plan.durable_on}", or on a GPU the parameters alone'
+                        f"durable= keeps no trained values on {tier} (unit {unit.spec.name}); place parameters and "
+                        f'optimizer on "host" or "{plan.durable_on}", or on a GPU the parameters alone on "device"'
                     )
     trained = [unit.spec for unit in plan.units if unit.spec.trained]
     units = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core import Arrival, GroupStep, Initial, ShardSpec, ShardStore, StoreContext
-from ..errors import ClosedError, OffloadError
+from ..errors import CLOSED, ClosedError, OffloadError
 from ..layout.footprint import StorePlan
 from ..layout.tile import Placement
 from ..memory.arena import HostBudget
@@ -113,7 +113,7 @@ class TieredStore(ShardStore):
     ) -> None:
         """Plans, reserves every byte, then takes over the shards one at a time. See ShardStore."""
         if self._attached is not None or self._closed:
-            raise OffloadError("this TieredStore has a model already: make a new one")
+            raise OffloadError("this TieredStore has a model already: make a new TieredStore for this model")
         self.step = step_for(optimizer, self.step, by_itself=False)
         make_streams = self._make_streams or streams_of(context.device)
         plan = self._arguments.plan(shards, self.step, context, make_streams is not None)
@@ -144,8 +144,8 @@ class TieredStore(ShardStore):
     @property
     def _made(self) -> Attached:
         if self._attached is None:
-            unattached = "not attached yet: zero_core.shard(..., store=store) does it"
-            raise ClosedError(f"the TieredStore is {'closed' if self._closed else unattached}")
+            unattached = "the TieredStore is not attached yet: zero_core.shard(..., store=store) does it"
+            raise ClosedError(CLOSED if self._closed else unattached)
         return self._attached
 
     @property

@@ -95,10 +95,10 @@ class GradientStore:
         if self._expected[i] and self._plan.gradient_itemsize < GRADIENT_BYTES:
             raise OffloadError(
                 f"a second gradient of {unit.spec.name} before step(): with accumulate=1 the store has "
-                f"{self._plan.gradient_itemsize} bytes an element for it, and a sum needs {GRADIENT_BYTES}; give the "
-                "number of micro-batches to zero_offload.plan(accumulate=...) or TieredStore(accumulate=...), in "
-                "zero-train run.accumulate, or, if the plan says no_sync, run all but the last inside "
-                "zero_core.no_sync(model). The first gradient is still there; zero_grad() drops it"
+                f"{self._plan.gradient_itemsize} bytes an element for it, and a sum needs {GRADIENT_BYTES}; set "
+                "accumulate= of zero_offload.plan() or TieredStore() to the number of micro-batches (run.accumulate of "
+                "zero-train). If the plan says no_sync, run all but the last inside zero_core.no_sync(model). The "
+                "first gradient is still there; zero_grad() drops it"
             )
         self._expected[i] = unit.trainable
 

@@ -129,9 +129,9 @@ class ParameterStore:
         if len(held) == len(self._shared):
             names = ", ".join(sorted(unit.spec.name for j, unit in enumerate(self._plan.units) if j in held))
             raise BudgetError(
-                f"unit {self._plan.units[i].spec.name} needs a unit slot, and all {len(held)} are in use by {names}; "
-                "raise prefetch_bytes to the bytes of all units that are held together (with create_graph=True all in "
-                'the graph), or put parameters on the "host"'
+                f"unit {self._plan.units[i].spec.name} needs a slot in host memory, and all {len(held)} are in use by "
+                f"{names}; raise prefetch_bytes to the bytes of all units in use at once (with create_graph=True, of "
+                'the whole graph), or put parameters on the "host"'
             )
         return False
 

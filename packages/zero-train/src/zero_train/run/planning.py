@@ -170,9 +170,7 @@ def refusal(error: Exception, config: Config) -> str:
         return text
     if "activation" in text:
         return f"{text}; change offload.activations"
-    return (
-        f"{text}; change offload.parameters or offload.optimizer (with offload.slots=3), zero.stage or the model's size"
-    )
+    return f"{text}; put more on nvme with offload=nvme offload.slots=3, raise zero.stage, or train a smaller model"
 
 
 def keyed(text: str, config: Config) -> str:
@@ -330,8 +328,8 @@ def room(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int, there
         if new:
             ways.append("save none with run.checkpoint_every=0")
         if slab and run.durable is not None:
-            ways.append("set run.durable=null, as with it what is trained takes twice its room")
+            ways.append("set run.durable=null, which halves the room of trained values")
         raise ConfigError(
-            f"{path} has room for {bytes_shown(free)}, and the run needs {bytes_shown(slab)} there for slabs and "
-            f"{bytes_shown(new * each)} for {new} checkpoints at a time; {', or '.join(ways)}"
+            f"{path} has {bytes_shown(free)} free, less than the run needs there: {bytes_shown(slab)} for slabs and "
+            f"{bytes_shown(new * each)} for {new} checkpoint{'s' * (new != 1)} at a time; {', or '.join(ways)}"
         )
