@@ -363,7 +363,7 @@ def test_a_template_that_cannot_be_read_is_told(model, tmp_path, capsys):
     given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true", f"data.chat_template={file}")
     assert f"data.chat_template={file} cannot be read" in refused(given, capsys)
     for content, said in (
-        (b"{{ messages }}\xff", "name a file of UTF-8"),
+        (b"{{ messages }}\xff", "name a UTF-8 file"),
         (b"{{ messages }}\n{% for m in messages %}\n", "name another template with data.chat_template=FILE"),
     ):
         file.write_bytes(content)
@@ -389,7 +389,7 @@ def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys)
         read = answers.mapped(row_sets.load(chosen), tokenizer, model, chosen)
         assert read.training[3]["prompt"] == rows[3][:3] and read.training[3]["completion"] == rows[3][3:]
     assert main([*given, "task.loss_on=everything"]) == 2
-    assert "has `weight` 0 in message 2 of `messages`, but this message is trained on" in capsys.readouterr().err
+    assert "has `weight` 0 in message 2 of `messages`, but `messages` is trained on" in capsys.readouterr().err
     rows[5] = [{key: value for key, value in message.items() if key != "weight"} for message in rows[5]]
     written(data, ({"messages": row} for row in rows))
     assert f"leaves an answer out, and {data}, line 6 has several to learn" in refused(given, capsys)

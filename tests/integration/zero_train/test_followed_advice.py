@@ -121,7 +121,7 @@ def _cache(monkeypatch, tmp_path):
     [
         ({"path": None}, "name what to train on with data.path=…", {}),
         ({"validation_path": "two"}, "name other rows, or name it once", {"validation_path": "other"}, {}),
-        ({"validation_path": "texts"}, "write both alike", {"validation_path": "other"}),
+        ({"validation_path": "texts"}, "write all rows in one shape", {"validation_path": "other"}),
         ({"path": "mixed"}, "write all rows in one shape", {}),
         ({"path": "none"}, "write at least one, or change data.path", {}),
         ({"path": "one"}, "write more, or set data.validation_fraction=0", {}, {"path": "one", **NO_PART}),

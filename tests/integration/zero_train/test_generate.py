@@ -75,26 +75,28 @@ def test_the_command_of_a_run_is_repeated_to_be_asked(saved, tmp_path, capsys):
     run = tmp_path / "run"
     command = [*COMMON, "offload=none", "run.steps=2", *saved]
     asked = [f"run.dir={run}", "generate.prompt=def", "generate.tokens=2"]
-    assert "is no run folder: it has no config.yaml; name one that a run has left" in said(capsys, *asked)[2]
+    assert "has no config.yaml; set run.dir to the folder of a run" in said(capsys, *asked)[2]
     assert app.main([*command, f"run.dir={run}"]) == 0
     way = f"run.dir={run} run.export=true run.resume=auto"
-    assert f"repeat its command with {way}, which begins anew" in said(capsys, *asked)[2]
+    assert f"repeat its command with {way} (without a checkpoint, this starts over)" in said(capsys, *asked)[2]
     assert app.main([*command, *way.split()]) == 0
     assert said(capsys, *asked)[0] == 0
 
 
-@pytest.mark.advice("write zero-train generate run.dir=FOLDER", "is not a number; change")
+@pytest.mark.advice(
+    "write zero-train generate run.dir=FOLDER", "is not a number; set", "does not exist; choose from {}"
+)
 @pytest.mark.parametrize(
     ("words", "named", "way"),
     [
         ("generate.prompt=x", "run.dir is not given: write zero-train generate run.dir", "run.dir=x"),
-        ("run.dir={here} generate.promt=x", "did you mean 'generate.prompt'?", "run.dir=x generate.prompt=x"),
+        ("run.dir={here} generate.promt=x", "generate.promt does not exist; choose", "run.dir=x generate.prompt=x"),
         ("hello", "cannot read 'hello': write zero-train generate run.dir=FOLDER", "run.dir=x generate.prompt=hello"),
-        ("run.dir={here} generate.tokens=many", "=many is not a number; change generate.tokens", "run.dir=x"),
+        ("run.dir={here} generate.tokens=many", "is not a number; set generate.tokens=128", "run.dir=x"),
         ("run.dir={here} generate.tokens=0", "is too small; set it to 1, for instance", "run.dir=x generate.tokens=1"),
-        ("run.dir={here}/nowhere", "is no run folder", ""),
+        ("run.dir={here}/nowhere", "has no config.yaml", ""),
         ("run.dir={here}/run", "has no exported model", ""),
-        ("run.dir={here}/empty", "cannot be loaded", ""),
+        ("run.dir={here}/empty", "cannot be loaded: ", ""),
     ],
 )
 def test_what_cannot_answer_is_one_line(words, named, way, tmp_path, capsys):

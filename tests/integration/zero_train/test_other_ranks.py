@@ -100,14 +100,12 @@ def composed(folder, *overrides):
     return compose.compose([*COMMON, *RUN, f"run.dir={folder}", *overrides])
 
 
-@pytest.mark.advice(
-    "start a number of ranks that divides", "is no multiple of {}, the sequences that", "set run.micro_batch={}"
-)
+@pytest.mark.advice("start a number of ranks that divides", "is no multiple of {}, which is", "set run.micro_batch={}")
 @pytest.mark.parametrize(
     ("ranks", "words", "advice", "way"),
     [
         (3, "", "start a number of ranks that divides 16", (2, "")),
-        (3, "", "take another batch from here on with run.global_batch=18", (3, "run.global_batch=18")),
+        (3, "", "or set run.global_batch=18", (3, "run.global_batch=18")),
         (16, "", "set run.micro_batch=1", (16, "run.micro_batch=1")),
         (2, "run.micro_batch=3", "set run.micro_batch=2", (2, "run.micro_batch=2")),
         (1, "run.micro_batch=5 run.global_batch=16", "set run.micro_batch=4", (1, "run.micro_batch=4")),
@@ -120,7 +118,7 @@ def test_ranks_that_cannot_have_the_batch_are_refused_and_the_way_out_works(tmp_
     with pytest.raises(ConfigError, match=r"run.global_batch=16.* is no multiple of") as raised:
         resume.keep_batch(None, composed(tmp_path, "run.resume=auto", *words.split()), ranks)
     assert advice in str(raised.value)
-    assert ("of the run that run.resume=auto continues" in str(raised.value)) == ("global_batch" not in words)
+    assert ("from the run that run.resume=auto continues" in str(raised.value)) == ("global_batch" not in words)
     size, words = way
     again = composed(tmp_path, "run.resume=auto", *words.split())
     resume.keep_batch(None, again, size)

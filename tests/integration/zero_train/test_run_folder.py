@@ -68,7 +68,7 @@ def test_a_run_with_a_schedule_of_0_2_is_continued_on_purpose_alone(copy):
         path.write_text(path.read_text().replace("  warmup_steps:", "  schedule: {type: WarmupLR}\n  warmup_steps:"))
     with pytest.raises(ConfigError, match=r"optim.schedule={'type': 'WarmupLR'}, now None.*run.resume=/") as caught:
         found(copy, "run.resume=auto")
-    there = re.search(r"on purpose with (run.resume=\S+)", str(caught.value))[1]
+    there = re.search(r"with the new settings by (run.resume=\S+)", str(caught.value))[1]
     assert "optim.schedule=None (was" in resume.differing(found(copy, there), compose.compose([*COMMON, *RUN]))
 
 
@@ -76,7 +76,7 @@ def test_folders_that_an_error_asks_for_are_taken(tmp_path):
     with pytest.raises(ConfigError, match="or start again without run.resume"):
         found(tmp_path / "new", f"run.resume={tmp_path}")
     assert found(tmp_path / "new") is None
-    for content, advice in (("{", "cannot be read: .*; name another folder"), ("model: {layers: 1}", "another folder")):
+    for content, advice in (("{", "; name another run folder"), ("model: {layers: 1}", "name another folder")):
         (tmp_path / "config.yaml").write_text(content)
         (tmp_path / "metrics.jsonl").write_text("{}\n")
         with pytest.raises(ConfigError, match=advice):
@@ -105,7 +105,7 @@ def test_auto_does_not_continue_another_run_and_the_way_out_that_is_named_works(
     assert app.main([*command, *asked.split()]) == 2
     said = capsys.readouterr().err
     assert not asked or differs is None or ("holds another run" in said and differs in said), said
-    way = re.search(r", or continue it after step 4 (?:on purpose )?with (.+)$|; (raise run.steps)$", said)
+    way = re.search(r", or continue it after step 4 with (?:the new settings by )?(.+)$|; (raise run.steps)$", said)
     assert way, "no way out"
     assert app.main([*command, *(way[1] or "run.resume=auto run.steps=4").split()]) == 0
 
@@ -135,10 +135,10 @@ def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
 
 def test_an_earlier_checkpoint_is_continued_elsewhere_only(done, tmp_path):
     earlier = f"run.resume={done / 'checkpoints' / 'step_0000002'}"
-    with pytest.raises(ConfigError, match=r"holds a run already .*run\.dir=…, as run\.resume=\S+ is .* earlier step"):
+    with pytest.raises(ConfigError, match=r"holds a run already .*run\.dir=…, because run\.resume=\S+ is not its last"):
         found(done, earlier)
     assert found(tmp_path / "other", earlier).step == 2
-    with pytest.raises(ConfigError, match="another run or an earlier step"):
+    with pytest.raises(ConfigError, match="is not its last checkpoint"):
         found(done, f"run.resume={shutil.copytree(done, tmp_path / 'twin')}")
 
 

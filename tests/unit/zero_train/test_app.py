@@ -18,7 +18,7 @@ WRONG = {
     "pair": ("task=reward data.path={folder}/good.jsonl", "line 1 has `messages`, and task=reward needs"),
     "head": ("data.path={folder}/good.jsonl", "is a reward model, which scores texts"),
     "adapter": ("data.path={folder}/good.jsonl", "has an adapter, and not the model that it was trained with"),
-    "columns": ("data.sources=[{{path:{folder}/good.jsonl}},{{path:{folder}/pairs.jsonl}}]", "write both alike"),
+    "columns": ("data.sources=[{{path:{folder}/good.jsonl}},{{path:{folder}/pairs.jsonl}}]", "in one shape"),
     "merge": ("task=reward adapter=lora adapter.merge=true", "set adapter.merge=false, and merge with PEFT's"),
 }
 

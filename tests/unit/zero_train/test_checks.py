@@ -203,11 +203,11 @@ def test_a_package_that_does_not_load_is_installed_again(monkeypatch, module):
     extras.loaded(module)  # as after the installation
 
 
-@pytest.mark.advice("has figures of a tier that offload.tiers does not have")
+@pytest.mark.advice("describes a tier that offload.tiers does not have")
 @pytest.mark.promise("hardware-tiers")
 def test_figures_of_a_tier_go_with_the_tier_or_are_left_out():
     figures = "hardware.tiers.compressed={gib: 3}"
-    with pytest.raises(ConfigError, match=r"tier=…, or leave the figures out: ~hardware\.tiers\.compressed"):
+    with pytest.raises(ConfigError, match=r"tier=…, or delete its description with ~hardware\.tiers\.compressed"):
         checks.values(changed(figures))
     checks.values(changed("tier=compressed", "hardware.tiers.compressed.gib=3"))
     checks.values(changed(figures, "~hardware.tiers.compressed"))

@@ -205,7 +205,7 @@ def jobs(*lines):
         ("offload=auto offload.gradients=host", "offload.gradients", "offload=host or nvme"),
         ("offload=host offload.nvme_paths=[/x]", "offload.nvme_paths", "offload=nvme or auto"),
         ("offload=host io=threads", "io", "offload=nvme or auto"),
-        ("offload=host tier=compressed", "tier", "offload.optimizer=NAME"),
+        ("offload=host tier=compressed", "tier", "offload.optimizer=compressed"),
         ("offload=none precision.states=fp32", "precision.states", "offload=host or nvme or auto"),
         ("optim.momentum=0.8", "optim.momentum", "optim=sgd or muon"),
         ("zero=stage2 zero.resident_bytes=9", "zero.resident_bytes", "zero.stage=3"),

@@ -19,17 +19,17 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
 @pytest.mark.advice(
     "so there is nothing to learn from; add one",
     "write one object with",
-    "but this message is trained on; delete",
-    "which is not learned from; delete",
+    "is trained on as a whole; delete",
+    "but only answers are trained on; delete",
 )
 @pytest.mark.promise("bad-row", "data-shapes")
 @pytest.mark.parametrize(
     ("task", "found", "advice", "fixed"),
     [
         ("sft", [1], "is [1]; write one object with `messages`", {"text": "a"}),
-        ("sft", {"prompt": [ASKED], "completion": "b"}, 'and "b" in `completion`; write both alike', TEXTS),
-        ("sft", {"messages": [{**ASKED, "train": True}, SAID]}, "is not learned from; delete `train` there", CHAT),
-        ("sft", {"messages": [{**ASKED, "content": [{"type": "text"}]}, SAID]}, "write it as one text", CHAT),
+        ("sft", {"prompt": [ASKED], "completion": "b"}, "write two lists or two strings", TEXTS),
+        ("sft", {"messages": [{**ASKED, "train": True}, SAID]}, "only answers are trained on; delete `train`", CHAT),
+        ("sft", {"messages": [{**ASKED, "content": [{"type": "text"}]}, SAID]}, "must be one string", CHAT),
         ("sft", {**CHAT, "images": []}, "delete the column or the row", CHAT),
         ("sft", {"messages": [ASKED]}, "add one, or set task.loss_on=everything", CHAT),
         ("sft", {"messages": [ASKED, {**SAID, "train": False}]}, "delete the row", CHAT),
@@ -39,7 +39,7 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
         (
             "sft",
             {"prompt": [ASKED], "completion": [{**SAID, "weight": 0}]},
-            "delete `weight` from it, or the row",
+            "delete `weight` or the row",
             TEXTS,
         ),
         (
@@ -56,8 +56,8 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
         ),
         ("sft", {"messages": [ASKED, {**SAID, "weight": 0.5}]}, "must be the number 0 or 1", CHAT),
         ("sft", {"messages": [ASKED, {**SAID, "weight": "0"}]}, "must be the number 0 or 1", CHAT),
-        ("sft", {"messages": "hello"}, 'has "hello" in `messages`, which must be a list of messages', CHAT),
-        ("sft", {"messages": []}, "has [] in `messages`, which must be a list of messages", CHAT),
+        ("sft", {"messages": "hello"}, 'has "hello" in `messages`, which must be a list', CHAT),
+        ("sft", {"messages": []}, "has [] in `messages`, which must be a list of one or more messages", CHAT),
         ("sft", {"messages": ["hello"]}, 'has "hello" as message 1 of `messages`, which must be an object', CHAT),
         ("sft", {"messages": [{"content": "a"}]}, "has null as `role` of message 1", CHAT),
         ("sft", {"messages": [{**ASKED, "role": ["user"]}]}, 'has ["user"] as `role`', CHAT),
@@ -65,13 +65,18 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
         ("sft", {"conversations": [{"from": "human"}]}, "has null in `content` of message 1", CHAT),
         ("sft", {"messages": [ASKED, {**SAID, "tool_calls": 1}]}, "has 1 as `tool_calls`", CHAT),
         ("sft", {**CHAT, "tools": "{"}, 'has "{" in `tools`, which must be a list of objects', {**CHAT, "tools": "[]"}),
-        ("sft", {"prompt": " ", "completion": "a"}, 'has " " in `prompt`, which must be a text', TEXTS),
+        ("sft", {"prompt": " ", "completion": "a"}, 'has " " in `prompt`, which must be one string that', TEXTS),
         ("sft", {}, "has no columns, and task=sft needs", CHAT),
         ("sft", {"question": "a", "id": 3}, "has `question`, `id`, and task=sft needs", CHAT),
         ("pretrain", CHAT, "such rows are for task=sft", {"text": "a"}),
         ("pretrain", {"text": True}, "has true in `text`", {"text": "a"}),
         ("dpo", {"prompt": "a", "chosen": "b"}, "task=dpo needs `prompt` and `chosen` and `rejected`, or", PAIR),
-        ("dpo", {**TALKS, "prompt": "x"}, "none of the messages with which", {**TALKS, "prompt": "a"}),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": [SAID], "rejected": [SAID]},
+            "write it as their first message",
+            {"prompt": "a", **TALKS},
+        ),
         ("dpo", {**TALKS, "rejected": [SAID]}, "begin with different messages; write a `prompt`", TALKS),
         ("reward", {"chosen": [SAID], "rejected": [ASKED]}, "has no assistant message in `rejected`", TALKS),
         ("reward", {**PAIR, "margin": "x"}, 'has "x" in `margin`, which must be a number', {**PAIR, "margin": "1.5"}),
@@ -89,7 +94,7 @@ def test_rows_that_are_corrected_are_read(task, found, advice, fixed):
 
 @pytest.mark.promise("marks")
 def test_with_the_loss_on_everything_no_mark_leaves_anything_out():
-    with pytest.raises(rows.Mistake, match=r"`train` false in message 1 .* this message is trained on"):
+    with pytest.raises(rows.Mistake, match=r"`train` false in message 1 .* `messages` is trained on as a whole"):
         rows.read({"messages": [{**ASKED, "train": False}, SAID]}, "sft", everything=True)
 
 

@@ -1,10 +1,11 @@
 """What is assembled: a store where the plan needs one, none where everything stays on a device of its own."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
 
+from zero_train.errors import ConfigError
 from zero_train.run import assemble, planning
 from zero_train.run.ranks import Ranks
 from zero_train.settings import compose
@@ -21,6 +22,15 @@ def test_assembled_without_a_store_the_device_store_runs_the_optimizer():
         assert ready.store is None
         assert ready.usage()["device_bytes"] == ready.resident_bytes >= plan.total("device")
         assert ready.usage()["host_bytes"] == 0
+
+
+@pytest.mark.advice("; change one of them")
+def test_a_folder_that_cannot_hold_a_slab_is_refused_with_the_keys_to_change(tmp_path):
+    composed = compose.compose(["recipe=tiny", "run.dir=unused", "offload=nvme", "io.allow_memory=true"])
+    with ExitStack() as stack:
+        with pytest.raises(ConfigError, match=r"no slab in offload.nvme_paths=\['/\S+/none'\] with io.backend=auto: "):
+            assemble.make_slab(composed, [tmp_path / "none"], stack)
+        assert assemble.make_slab(composed, [tmp_path], stack).backend
 
 
 @pytest.mark.promise("offload-rows-key")

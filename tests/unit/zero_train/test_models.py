@@ -36,13 +36,13 @@ def test_attention_without_masks_has_the_bits_of_transformers_own(kind, tmp_path
     assert all(map(torch.equal, ours, seen()))
 
 
-@pytest.mark.advice("model.experts={}; change one")
+@pytest.mark.advice("model.{}; change one")
 @pytest.mark.parametrize(
     ("values", "words", "ways"),
     [
         (
             {"hidden_size": 30},
-            ["model.hidden_size=30", "even multiple of model.heads=4"],
+            ["model.hidden_size=30", "twice model.heads=4"],
             [{"hidden_size": 24}, {"heads": 3}],
         ),
         ({"key_value_heads": 3}, ["model.heads=4", "model.key_value_heads=3"], [{"key_value_heads": 2}, {"heads": 3}]),
@@ -74,18 +74,18 @@ def test_a_folder_that_an_error_asks_for_is_taken(saved, tmp_path):
         with pytest.raises(ConfigError, match=said):
             folders.local(wrong)
     assert folders.local(path) == tmp_path
-    with pytest.raises(ConfigError, match="too small for the 256 values of a byte; name another model"):
+    with pytest.raises(ConfigError, match="fewer than the 256 values of a byte; name another model"):
         causal_lm.build(saved(100), 16)
 
 
-@pytest.mark.advice("set model.vocab_size={}")
+@pytest.mark.advice("set model.vocab_size={}", "leave data.tokenizer out")
 def test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models_own(saved):
     small, large = config("llama", vocab_size=256), config("llama", vocab_size=400)
-    with pytest.raises(ConfigError, match="the tokenizer has 400 tokens; set model.vocab_size=400"):
+    with pytest.raises(ConfigError, match="fewer than the tokenizer's 400 tokens; set model.vocab_size=400"):
         causal_lm.check_vocabulary(causal_lm.build(small, 16), small, 400)
     causal_lm.check_vocabulary(causal_lm.build(large, 16), large, 400)
     own = saved(256)
-    with pytest.raises(ConfigError, match="name its own tokenizer"):
+    with pytest.raises(ConfigError, match="400 tokens; leave data.tokenizer out"):
         causal_lm.check_vocabulary(causal_lm.build(own, 16), own, 400)
     causal_lm.check_vocabulary(causal_lm.build(own, 16), own, 256)
 

@@ -68,7 +68,7 @@ def test_every_format_gives_the_same_rows(tmp_path):
         told = [[{k: v for k, v in m.items() if v is not None} for m in row["messages"]] for row in wanted]
         assert [row["messages"] for row in read.training] == told
         assert read.kind == ("messages",) and read.of_messages
-        assert "4 rows of `messages` as messages to train on, 0 held out" in read.name
+        assert "4 rows of `messages` (lists of messages) to train on, 0 held out" in read.name
 
 
 @pytest.mark.promise("split")
@@ -131,7 +131,7 @@ def test_a_number_that_datasets_would_round_is_told(tmp_path):
         row["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": given}}}]
         return load(f"data.path={lines(tmp_path / 'a.jsonl', [row])}", "data.validation_fraction=0").training[0]
 
-    with pytest.raises(ConfigError, match=r"line 1 has a number that `datasets` rounds, .*; write it as a text"):
+    with pytest.raises(ConfigError, match=r"line 1 has a number that `datasets` rounds, .*; write it as a string"):
         loaded(0.12345678901234566)
     read = loaded("0.12345678901234566")["messages"]
     assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": "0.12345678901234566"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_train.errors import ConfigError, choices, told
+from zero_train.errors import ConfigError, told
 from zero_train.model import folders
 
 _HELP = "write zero-train generate run.dir=FOLDER, and generate.prompt=TEXT or questions on stdin, one a line"
@@ -50,11 +50,11 @@ def _read(words: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"cannot read '{word}': {_HELP}")
         if key not in _KEYS:
-            raise choices("generate: the key", key, _KEYS)
+            raise ConfigError(f"the key {key} does not exist; choose from {', '.join(_KEYS)}")
         try:
             values[key] = type(_KEYS[key])(value)
         except ValueError:
-            raise ConfigError(f"{key}={value} is not a number; change {key}") from None
+            raise ConfigError(f"{key}={value} is not a number; set {key}={_KEYS[key]}, for instance") from None
     if not values["run.dir"]:
         raise ConfigError(f"run.dir is not given: {_HELP}")
     for key, least in (("generate.tokens", 1), ("generate.temperature", 0)):
@@ -88,7 +88,8 @@ class Speaker:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        with told(f"{weights} cannot be loaded: ", OSError, ValueError, KeyError, ImportError, RuntimeError):
+        kinds = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+        with told(f"{weights} cannot be loaded: ", *kinds, way_out="; name another run with run.dir=…"):
             model: Any = AutoModelForCausalLM.from_pretrained(str(weights))  # under an adapter, the one that it names
             has_tokenizer = (weights / "tokenizer_config.json").is_file()
             tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True) if has_tokenizer else None
@@ -122,11 +123,11 @@ class Speaker:
 def _exported(folder: Path) -> Path:
     """Returns `pretrained` in a run folder."""
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"run.dir={folder} is no run folder: it has no config.yaml; name one that a run has left")
+        raise ConfigError(f"run.dir={folder} has no config.yaml; set run.dir to the folder of a run")
     weights = folder / "pretrained"
     if not any((weights / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
-            f"run.dir={folder} has no exported model, as the run did not end or had run.export=false; repeat its "
-            f"command with run.dir={folder} run.export=true run.resume=auto, which begins anew if it left no checkpoint"
+            f"run.dir={folder} has no exported model, because the run did not end or had run.export=false; repeat its "
+            f"command with run.dir={folder} run.export=true run.resume=auto (without a checkpoint, this starts over)"
         )
     return weights

@@ -52,7 +52,7 @@ TABLE = (
     Row("offload.parameters offload.gradients offload.optimizer", "offload", "host nvme"),
     Row("offload.planned", "offload", "auto"),
     Row("offload.update_share", "offload", _OFFLOADS),
-    Row("tier", "offload.optimizer", "NAME", placement.uses_tiers),
+    Row("tier", "offload.optimizer", "compressed", placement.uses_tiers),
     Row("offload.tile_numel offload.slots offload.overlap optim.threads precision.states", "offload", _OFFLOADS),
     Row("offload.nvme_paths io io.backend", "offload", "nvme auto", placement.uses_nvme),
     *(

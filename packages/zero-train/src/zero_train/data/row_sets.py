@@ -102,7 +102,7 @@ def load(config: Config) -> Rows:
         if part.first.shape != first.shape:
             raise ConfigError(
                 f"{source.key}={source.path} has rows of {part.first.shape}, and {sources[0].key}={sources[0].path} of "
-                f"{first.shape}; write both alike"
+                f"{first.shape}; write all rows in one shape"
             )
         learned, held_out = len(part.training), len(part.validation or ())
         names.append(f"{source.path}, {learned:,} rows of {first.shape} to train on, {held_out:,} held out")
@@ -224,7 +224,7 @@ def _columns(how: Mapping[str, Any], identity: Any) -> Iterator[dict[str, Any]]:
         lists = [row.columns[name] for name in row.kind if rows.ANSWER in row.columns and name not in rows.TYPES]
         for message in (message for messages in lists for message in messages):
             if json.decode_example(json.encode_example(message)) != message:
-                raise ConfigError(f"{place} has a number that `datasets` rounds, in {message}; write it as a text")
+                raise ConfigError(f"{place} has a number that `datasets` rounds, in {message}; write it as a string")
         yield {**row.columns, rows.PLACE: place}
 
 

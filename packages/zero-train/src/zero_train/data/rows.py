@@ -51,7 +51,7 @@ class Row:
     @property
     def shape(self) -> str:
         """Returns the settings that all rows of a run share, for people."""
-        return f"{_listed(self.kind)} as {'messages' if self.of_messages else 'texts'}"
+        return f"{_listed(self.kind)} ({'lists of messages' if self.of_messages else 'strings'})"
 
 
 def read(found: object, task: str, everything: bool = False) -> Row:
@@ -73,7 +73,7 @@ def read(found: object, task: str, everything: bool = False) -> Row:
     kind = _kind(row, task)
     lists = [name for name in kind if isinstance(row[name], list)]
     if text := next((name for name in kind if lists and name not in (*lists, "label")), None):
-        raise Mistake(f"has a list in `{lists[0]}` and {_told(row[text])} in `{text}`; write both alike")
+        raise Mistake(f"has a list in `{lists[0]}` and {_told(row[text])} in `{text}`; write two lists or two strings")
     kind = (*kind, "margin") if task == "reward" and "margin" in row else kind
     columns = {name: row[name] for name in kind}
     for name in (name for name in kind if name not in TYPES):
@@ -91,7 +91,7 @@ def read(found: object, task: str, everything: bool = False) -> Row:
         columns["tools"] = json.dumps(columns["tools"], ensure_ascii=False)  # TRL decodes it
     others = [name for name in given if name not in columns and name not in used]
     if images := [name for name in others if name in ("image", "images", "videos", "audios")]:
-        raise Mistake(f"has `{images[0]}`, and models of texts are trained here; delete the column or the row")
+        raise Mistake(f"has `{images[0]}`, and zero-train trains text models only; delete the column or the row")
     if task == "grpo":  # TRL gives all other columns to the reward function
         return Row((*kind, *sorted(set(found) - set(kind))), {**found, **columns})
     remarks = [f"{_listed(used)} read as {_listed(kind)}"] if used else []
@@ -149,7 +149,7 @@ def _without_text(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(prompt, str) or not isinstance(chosen, list) or not isinstance(rejected, list):
         return row
     if not any(one == other and one.get("content") == prompt for one, other in zip(chosen, rejected, strict=False)):
-        raise Mistake("has a text in `prompt` that is none of the messages with which `chosen` and `rejected` begin")
+        raise Mistake("has a `prompt` that `chosen` and `rejected` do not begin with; write it as their first message")
     return {name: value for name, value in row.items() if name != "prompt"}
 
 
@@ -161,7 +161,7 @@ def _called(value: object, place: str) -> list[dict[str, Any]]:
         found = None
     calls = found if isinstance(found, list) else [found]
     if not all(isinstance(call, Mapping) and {"name", "arguments"} <= set(call) for call in calls):
-        raise Mistake(f"has {_told(value)} in {place}, a function_call; write JSON with `name` and `arguments`")
+        raise Mistake(f"has {_told(value)} as the function_call in {place}; write JSON with `name` and `arguments`")
     return [{"type": "function", "function": call} for call in calls]
 
 
@@ -196,7 +196,7 @@ def _kind(row: Mapping[str, Any], task: str) -> tuple[str, ...]:
 def _messages(value: object, place: str) -> list[dict[str, Any]]:
     """Returns messages with `role` and `content`, without other keys that are null."""
     if not isinstance(value, list) or not value:
-        raise Mistake(f"has {_told(value)} in {place}, which must be a list of messages")
+        raise Mistake(f"has {_told(value)} in {place}, which must be a list of one or more messages")
     return [_message(message, f"message {number} of {place}") for number, message in enumerate(value, 1)]
 
 
@@ -240,9 +240,9 @@ def _answer(columns: Mapping[str, Any], everything: bool) -> int:
                 if isinstance(value, (str, list, dict)) or value not in (0, 1):
                     raise Mistake(f"has {said}, which must be the number 0 or 1, or false or true")
                 if value and not counts:
-                    raise Mistake(f"has {said}, which is not learned from; delete `{mark}` there")
+                    raise Mistake(f"has {said}, but only answers are trained on; delete `{mark}` from this message")
                 if counts and not value and not chooses:
-                    raise Mistake(f"has {said}, but this message is trained on; delete `{mark}` from it, or the row")
+                    raise Mistake(f"has {said}, but `{name}` is trained on as a whole; delete `{mark}` or the row")
                 counts, left_out = bool(value), said if counts and not value else left_out
             if counts:
                 learned.append(number)
@@ -252,11 +252,11 @@ def _answer(columns: Mapping[str, Any], everything: bool) -> int:
         raise Mistake(f"has {left_out}, and no other answer to learn from; delete the row")
     only = learned[0] if learned == [len(columns["messages"]) - 1] else 0
     if left_out and not only:
-        raise Mistake(f"has {left_out}, and does not end with its only answer to learn; write a row for each answer")
+        raise Mistake(f"has {left_out}, so it must end with its only trained answer; write a row for each answer")
     return -only if left_out else only
 
 
 def _text(value: object, place: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise Mistake(f"has {_told(value)} in {place}, which must be a text; write it as one text")
+        raise Mistake(f"has {_told(value)} in {place}, which must be one string that is not blank")
     return value

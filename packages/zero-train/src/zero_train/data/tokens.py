@@ -63,8 +63,8 @@ def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None
             found.append(_mapped(path, path.stat().st_size // 4))
         except OSError as error:
             raise ConfigError(
-                f"{name}: cannot write its tokens to {cache}: {error.strerror or error}; they need 4 bytes each: make "
-                "room, or name a folder with more by XDG_CACHE_HOME"
+                f"cannot write the tokens of {name}, 4 bytes each, to {cache}: {error.strerror or error}; make room, "
+                "or set XDG_CACHE_HOME to a folder with more room"
             ) from error
         finally:
             if partial.is_file():

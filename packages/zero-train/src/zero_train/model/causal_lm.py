@@ -86,9 +86,9 @@ def check_vocabulary(model: Any, config: ModelConfig, tokens: int) -> None:
     """Raises ConfigError if the model has fewer embeddings than the tokenizer has tokens."""
     vocabulary = model.config.get_text_config().vocab_size
     if vocabulary < tokens:
-        key = f"model.path={config.path} has" if config.kind == "hf" else f"model.vocab_size={vocabulary}:"
-        way_out = "name its own tokenizer" if config.kind == "hf" else f"set model.vocab_size={tokens}"
-        raise ConfigError(f"{key} {vocabulary} embeddings, and the tokenizer has {tokens} tokens; {way_out}")
+        key = f"model.path={config.path} has" if config.kind == "hf" else f"model.vocab_size={vocabulary} gives"
+        way_out = "leave data.tokenizer out" if config.kind == "hf" else f"set model.vocab_size={tokens}"
+        raise ConfigError(f"{key} {vocabulary} embeddings, fewer than the tokenizer's {tokens} tokens; {way_out}")
 
 
 def numel(model: nn.Module) -> int:
@@ -103,12 +103,14 @@ def _from_sizes(config: ModelConfig, sequence_length: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     groups, experts = config.key_value_heads or config.heads, config.experts_per_token if config.kind == "moe" else 0
-    if config.hidden_size % (2 * config.heads) or config.heads % groups or experts > config.experts:
-        raise ConfigError(
-            f"model.hidden_size={config.hidden_size} has to be an even multiple of model.heads={config.heads}, that "
-            f"one of model.key_value_heads={groups}, and model.experts_per_token={experts} at most "
-            f"model.experts={config.experts}; change one"
-        )
+    width, heads, most = config.hidden_size, config.heads, config.experts
+    for wrong, why in (
+        (width % (2 * heads), f"hidden_size={width} is no multiple of {2 * heads}, twice model.heads={heads}"),
+        (heads % groups, f"heads={heads} is no multiple of model.key_value_heads={groups}"),
+        (experts > most, f"experts_per_token={experts} is above model.experts={most}"),
+    ):
+        if wrong:
+            raise ConfigError(f"model.{why}; change one")
     sizes: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -156,11 +158,11 @@ def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:
     """Raises ConfigError if nothing says that this pretrained model's token numbers are byte values."""
     if vocabulary < 256:
         raise ConfigError(
-            f"model.path={folder} has a vocabulary of {vocabulary}, too small for the 256 values of a byte; "
+            f"model.path={folder} has a vocabulary of {vocabulary}, fewer than the 256 values of a byte; "
             "name another model"
         )
     own = pretrained.tokenizer_files(folder)
-    reason = f"has a tokenizer ({own[0].name})" if own else f"has a vocabulary of {vocabulary}, not of the 256 bytes"
+    reason = f"has a tokenizer ({own[0].name})" if own else f"has a vocabulary of {vocabulary} tokens, not 256"
     if (own or vocabulary != 256) and not as_bytes:
         raise ConfigError(
             f"model.path={folder} {reason}, but zero-train feeds text as bytes, which this model would read as "

@@ -320,5 +320,5 @@ def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack, name: str
     except (OSError, ValueError, RuntimeError) as error:
         reason = planning.keyed(str(error), config)
         raise ConfigError(
-            f"no slab on offload.nvme_paths={names} with io.backend={config.io.backend}: {reason}"
+            f"no slab in offload.nvme_paths={names} with io.backend={config.io.backend}: {reason}; change one of them"
         ) from error

@@ -81,7 +81,7 @@ def found(config: Config) -> Checkpoint | None:
             )
         last = _newest(own)
         if not config.run.dry and (last is None or last.folder.resolve() != newest.folder.resolve()):
-            _free(own, f", as run.resume={newest.folder} is another run or an earlier step")
+            _free(own, f", because run.resume={newest.folder} is not its last checkpoint")
     if differ := {key: pair for key, pair in identity(_saved(newest), config).items() if _among(key, ("model",))}:
         raise ConfigError(
             f"run.resume: {newest.folder} was saved with {listed(differ)}; set {back(differ)}, or leave run.resume "
@@ -125,15 +125,15 @@ def keep_batch(found: Checkpoint | None, config: Config, ranks: int) -> str:
     if wanted is None:
         wanted = at_once * given
     if wanted % at_once:
-        whose = "" if run.global_batch else " of the run that run.resume=auto continues"
+        whose = "" if run.global_batch else ", from the run that run.resume=auto continues,"
         each, way_out = wanted // ranks, f"start a number of ranks that divides {wanted}"
         if wanted % ranks == 0:
             fits = max(size for size in range(1, min(run.micro_batch, each) + 1) if each % size == 0)
             way_out = f"set run.micro_batch={fits}"
         raise ConfigError(
-            f"run.global_batch={wanted}{whose} is no multiple of {at_once}, the sequences that {ranks} ranks compute "
-            f"at once with run.micro_batch={run.micro_batch}; {way_out}, or take another batch from here on with "
-            f"run.global_batch={max(1, round(wanted / at_once)) * at_once}"
+            f"run.global_batch={wanted}{whose} is no multiple of {at_once}, which is run.micro_batch={run.micro_batch} "
+            f"times the number of ranks, {ranks}; {way_out}, or set run.global_batch="
+            f"{max(1, round(wanted / at_once)) * at_once}"
         )
     run.global_batch, run.accumulate = wanted, wanted // at_once
     if run.accumulate == given:
@@ -192,7 +192,7 @@ def _way(folder: Path, config: Config) -> str:
     before = _saved(newest)
     differ = identity(before, config)
     if before is None or (differ and not any(_among(key, _BOUND) for key in differ)):
-        how = f"on purpose with run.resume={folder}"
+        how = f"with the new settings by run.resume={folder}"
     else:
         how = f"with run.resume=auto {back(differ)}".rstrip()
     more = f" run.steps={newest.step}" if newest.step > config.run.steps else ""
@@ -209,7 +209,7 @@ def _read(path: Path) -> DictConfig | None:
     """Returns a config.yaml, or None if there is none. Raises ConfigError if it cannot be read."""
     if not path.is_file():
         return None
-    with told(f"{path} cannot be read: ", OSError, ValueError, YAMLError, way_out="; name another folder"):
+    with told(f"{path} cannot be read: ", OSError, ValueError, YAMLError, way_out="; name another run folder"):
         read = OmegaConf.load(path)
     return read if isinstance(read, DictConfig) else OmegaConf.create()
 

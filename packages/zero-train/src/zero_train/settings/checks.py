@@ -232,8 +232,8 @@ def _offload(config: Config) -> Refusals:
     for name in config.hardware.get("tiers") or {}:
         yield (
             name not in (*offload.tiers, "nvme"),
-            f"hardware.tiers.{name} has figures of a tier that offload.tiers does not have; choose it with tier=…, "
-            f"or leave the figures out: ~hardware.tiers.{name} deletes those of a file",
+            f"hardware.tiers.{name} describes a tier that offload.tiers does not have; choose it with tier=…, or "
+            f"delete its description with ~hardware.tiers.{name}",
         )
     yield (
         not (given is None or isinstance(given, str) or (isinstance(given, Sequence) and given)),
@@ -276,8 +276,8 @@ def _shards(config: Config) -> Refusals:
     zero = config.zero
     yield (
         zero.replicas > 1 and zero.stage == 0,
-        f"zero.replicas={zero.replicas} divides the ranks among which zero.stage shards, and zero.stage=0 shards "
-        "nothing; set zero.replicas=1, or choose zero.stage=1, 2 or 3",
+        f"zero.replicas={zero.replicas} makes groups of ranks that shard, and zero.stage=0 does not shard; set "
+        "zero.replicas=1, or choose zero.stage=1, 2 or 3",
     )
     yield (
         zero.stage == 1 and zero.no_sync is False,

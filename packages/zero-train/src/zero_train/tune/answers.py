@@ -22,7 +22,7 @@ _NOT_LEARNED = -100  # torch's cross entropy ignores tokens with this label
 
 def take_template(tokenizer: Any, given: str) -> None:
     """Gives the tokenizer the Jinja chat template of a file. Raises ConfigError if it cannot be read."""
-    with told(f"data.chat_template={given} cannot be read: ", OSError, ValueError, way_out="; name a file of UTF-8"):
+    with told(f"data.chat_template={given} cannot be read: ", OSError, ValueError, way_out="; name a UTF-8 file"):
         tokenizer.chat_template = Path(given).expanduser().read_text(encoding="utf-8")
 
 

@@ -180,7 +180,7 @@ def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
     trainers = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     for name in config.trl:
         if name in _OURS:
-            raise ConfigError(f"trl.{name} follows from {_OURS[name]}; leave it out, and set that")
+            raise ConfigError(f"trl.{name} follows from {_OURS[name]} and cannot be set; leave it out")
         if name in trainers:
             raise ConfigError(
                 f"trl.{name} is a setting of transformers' Trainer, which keys of run, optim, zero and offload decide; "
