@@ -142,7 +142,7 @@ def test_what_would_keep_parameters_without_memory_is_refused():
         func.linearize(model, x)
     with pytest.raises(ZeroError, match="a sharded model|use zero_core.gathered"):
         torch.export.export(model, (x,))
-    told = r"plain tensors to torch.func.functional_call: \{name: parameter.detach"
+    told = r"To torch.func.functional_call, pass plain tensors: \{name: parameter.detach"
     with pytest.raises(ChangedParameterError, match=told):
         functional_call(model, dict(toys.Stack().named_parameters()), (x,))
     with pytest.raises(Exception, match="leave fullgraph=True out, or compile the blocks"):

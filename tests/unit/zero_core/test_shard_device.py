@@ -64,7 +64,7 @@ def test_the_backend_follows_the_device_and_a_group_that_cannot_average_on_it_is
     try:
         assert backend_in(dist.group.WORLD, torch.device("cpu")) == "gloo"
         with pytest.raises(
-            zero_core.ZeroError, match=r"on cuda:1, .* by gloo, .*init_process_group\(\"cpu:gloo,cuda:nccl"
+            zero_core.ZeroError, match=r"on cuda:1, .* uses gloo, .*init_process_group\(\"cpu:gloo,cuda:nccl"
         ):
             backend_in(dist.group.WORLD, torch.device("cuda", 1))
     finally:
