@@ -135,11 +135,6 @@ class ZeroConfig:
         return any(place != "device" for place in self.placements.values())
 
     @property
-    def states_on_device(self) -> bool:
-        """Whether all optimizer states are kept on the device."""
-        return self.placements["optimizer"] == "device"
-
-    @property
     def on_nvme(self) -> bool:
         """Whether anything is placed on nvme, in whole or in part."""
         return any("nvme" in place for place in self.placements.values())

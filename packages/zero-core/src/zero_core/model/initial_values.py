@@ -92,7 +92,8 @@ class Initialiser:
         return self._checked(parameter, self._recordings[id(parameter)].replay(parameter))
 
     def _checked(self, parameter: Tensor, value: Tensor) -> Tensor:
-        if value.dtype.is_floating_point and _has_nan(value):
+        floats, has_sum = value.dtype.is_floating_point, value.dtype.itemsize > 1  # 8 bits have no sum
+        if floats and not (has_sum and value.sum().isfinite()) and value.isnan().any():  # a sum writes no memory
             raise DeferredInitError(f"{self._names[id(parameter)]} is only partly initialised: {_WAY_OUT}")
         return value
 
@@ -177,9 +178,3 @@ def materialise(module: nn.Module) -> None:
 
 
 _WAY_OUT = "initialise it where the module is built, or give it values with load_pretrained before shard()"
-
-
-def _has_nan(value: Tensor) -> bool:
-    if value.dtype.itemsize > 1 and value.sum().isfinite():  # one pass, and nothing is written; 8 bits have no sum
-        return False
-    return bool(value.isnan().any())

@@ -32,7 +32,7 @@ def with_eight_bits(args: Any, config: ZeroConfig) -> ZeroConfig:
     if args.optim not in _NAMES:
         return config
     name = str(getattr(args.optim, "value", args.optim))
-    if config.states_on_device:
+    if config.placements["optimizer"] == "device":
         raise ConfigError(
             f"optim={name!r} keeps moments in 8 bits on the host or on NVMe, and zero= keeps them on the device: write "
             'optimizer: host (or offload: host), or optim="adamw_torch"'

@@ -20,11 +20,6 @@ def read_steps(folder: Path) -> list[Step]:
     return [Step(**line) for line in records(folder / "metrics.jsonl")]
 
 
-def read_validation(folder: Path) -> list[tuple[int, float]]:
-    """Returns (step, loss) of every validation in a run folder."""
-    return [(line["step"], line["loss"]) for line in records(folder / "validation.jsonl")]
-
-
 def planned(plan: Any) -> dict[str, int]:
     """Returns the bytes of a zero_offload.Plan that each curve of the memory panel is compared with.
 
@@ -62,7 +57,8 @@ def draw(folder: Path, history: History, plan: Mapping[str, int], unit: str = "n
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # otherwise it logs that it builds its font cache
     from matplotlib.figure import Figure
 
-    steps, validation = read_steps(folder), read_validation(folder)
+    steps = read_steps(folder)
+    validation = [(line["step"], line["loss"]) for line in records(folder / "validation.jsonl")]
     figure = Figure(figsize=(9, 10), layout="constrained")
     loss, memory, seconds = figure.subplots(3, 1)
 
