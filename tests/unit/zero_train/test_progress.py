@@ -8,7 +8,7 @@ import pytest
 
 from zero_train.cli import sweep
 from zero_train.report import picture, progress
-from zero_train.report.metrics import Step
+from zero_train.report.metrics import Step, records
 from zero_train.schema import RunConfig
 
 KEYS = (
@@ -57,7 +57,7 @@ def test_resuming_keeps_earlier_lines_and_drops_later_and_half_ones(tmp_path):
         file.write('{"step": 6, "lo')
     told(tmp_path, 6, done=3)
     assert [s.step for s in picture.read_steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert [number for number, _ in picture.read_validation(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in records(tmp_path / "validation.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
