@@ -11,6 +11,7 @@ import torch
 import zero_core
 import zero_hf
 import zero_offload
+from tests.swap import needs_swap
 from zero_hf import ConfigError, ZeroConfig, shard
 from zero_hf.sharding import plan
 from zero_offload import OffloadError
@@ -35,6 +36,7 @@ def test_an_optimizer_without_an_update_on_the_host_is_refused_there():
 
 
 @pytest.mark.promise("plan-advice", "hf-plan-advice")
+@needs_swap
 def test_a_plan_that_does_not_fit_names_settings_that_make_it_fit(tmp_path):
     """Fails if the planner's advice has keys of zero-train, or if what it says does not help."""
     net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))

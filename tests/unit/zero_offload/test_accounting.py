@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from tests.swap import needs_swap
 from tests.unit.zero_offload.sizes import unit
 from zero_core import memory
 from zero_offload import Hardware, plan_store
@@ -55,6 +56,7 @@ def test_what_is_counted_is_what_the_store_reserves(placements):
 
 
 @pytest.mark.promise("same-count")
+@needs_swap
 @pytest.mark.parametrize(
     ("device", "accumulate", "expected"),
     [
@@ -77,6 +79,7 @@ def test_a_discrete_device_has_buffers_for_the_gradients_that_stay_and_for_those
 
 
 @pytest.mark.promise("same-count")
+@needs_swap
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stage", [0, 3])

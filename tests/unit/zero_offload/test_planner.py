@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zero_core
+from tests.swap import needs_swap
 from tests.unit.zero_offload.sizes import transformer
 from zero_offload.errors import PlacementError
 from zero_offload.layout.tile import device_share
@@ -164,6 +165,7 @@ def test_activations_are_kept_where_there_is_room_and_go_down_where_there_is_not
     assert found.write_bytes_per_step == found.account.write_bytes("nvme") + below
 
 
+@needs_swap
 @pytest.mark.promise("ranks-hold-plan")
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_what_several_ranks_keep_whole_is_counted(where):

@@ -39,6 +39,8 @@ def test_beside_a_device_the_update_hides_from_enough_tokens_on_but_for_its_ends
 MATRICES = [(256, 512), (512, 128), (384, 384)]
 FAST = {"update_gbps": 1e9, "device_gbps": 1e9, "link_gbps": 1e9, "nvme_read_gbps": 1e9, "nvme_write_gbps": 1e9}
 
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+
 
 def of_muon(hardware, cls=None, dtype=torch.bfloat16, **where):
     """The plan for three matrices in blocks of one, and their optimizer's class, 100 tokens a step."""
@@ -49,7 +51,7 @@ def of_muon(hardware, cls=None, dtype=torch.bfloat16, **where):
 
 
 @pytest.mark.promise("newton-schulz-rate")
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+@needs_muon
 @pytest.mark.parametrize("where", ["host", "nvme", "device"])
 @pytest.mark.parametrize("hardware", [CPU, GPU])
 def test_newton_schulz_takes_the_arithmetic_of_where_it_runs(hardware, where):
@@ -72,6 +74,7 @@ def test_newton_schulz_takes_the_arithmetic_of_where_it_runs(hardware, where):
 
 
 @pytest.mark.promise("newton-schulz-rate")
+@needs_muon
 @pytest.mark.parametrize(
     "link, each",
     [({"link_gbps": 1}, 10e-9), ({"link_out_gbps": 1}, 8e-9), ({"link_mixed_gbps": 2.5}, 18 / 2.5e9)],

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from tests.swap import needs_swap
 from zero_train.cli.app import main
 
 RECIPES = Path(__file__).parents[3] / "conf" / "recipe"
@@ -43,6 +44,7 @@ PLANS = {  # recipe: the model, its parameters in billions, and what the device,
 
 
 @pytest.mark.promise("plan-from-config", "recipes-mixtures")
+@needs_swap
 @pytest.mark.parametrize("name", PLANS)
 def test_a_recipe_plans_what_it_says(name, tmp_path, capsys):
     """Fails if a recipe does not fit its machine, its model is built in memory, or a tenth of a GiB of it moves."""

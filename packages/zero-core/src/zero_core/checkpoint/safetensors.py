@@ -131,7 +131,7 @@ def open_index(folder: str | os.PathLike[str]) -> dict[str, Entry]:
                 raise PretrainedError(
                     f"{name} is both in {merged[name].path.name} and in {path.name}, without an index: name one file; "
                     "or, if ranks have written a part of it each, as torch's HuggingFaceStorageWriter does, join them "
-                    "with consolidate_safetensors_files of torch.distributed.checkpoint"
+                    "with consolidate_safetensors_files of torch.distributed.checkpoint, which torch 2.8 lacks"
                 )
             merged[name] = entry
     if not merged:
