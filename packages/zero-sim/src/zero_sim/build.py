@@ -159,7 +159,7 @@ def _compile(library: Path) -> Any:
         log.write_text(str(error), encoding="utf-8")
         raise ZeroSimError(
             f"zero-sim does not compile against torch {torch.__version__}: {_first_error(str(error))}. "
-            f"It has been compiled with torch 2.13; the compiler's output is in {log}"
+            f"It has been compiled with torch 2.13 and 2.15; the compiler's output is in {log}"
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
