@@ -36,11 +36,13 @@ def test_the_line_for_everything_is_that_of_zero_train():
 
 
 def test_its_versions_extras_and_packages_are_those_of_the_projects():
-    assert all('requires-python = ">=3.10"' in project for project in PROJECTS.values())
+    pythons = {name: re.findall('requires-python = ">=(.*)"', project) for name, project in PROJECTS.items()}
+    assert pythons == {name: ["3.11" if name == "zero-hf" else "3.10"] for name in PROJECTS}
     lows = {package: set(re.findall(r'"torch>=([\d.]+)"', project)) for package, project in PROJECTS.items()}
     assert lows.pop("zero-sim") == {"2.9"}
     assert set.union(*lows.values()) == {"2.8"}
-    assert "| Python | 3.10 or later |" in PAGE and "| torch | 2.8 or later, for zero-sim 2.9;" in PAGE
+    assert "| Python | 3.11 or later; 3.10 without zero-hf," in PAGE
+    assert "| torch | 2.8 or later, for zero-sim 2.9;" in PAGE
     named = re.findall(r"(zero-[a-z-]+)\[([\w,]+)\]", PAGE)
     assert named
     for package, extras in named:
