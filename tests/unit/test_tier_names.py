@@ -17,6 +17,7 @@ ALLOWED = {
     "zero_offload/activations/__init__": PUBLIC,
     "zero_hf/config": SETTINGS,
     "zero_hf/sharding": PUBLIC,
+    "zero_hf/trainer/adam_8bit": SETTINGS,
     "zero_hf/trainer/trl": PUBLIC,
     "zero_deepspeed/keys": SETTINGS,
     "zero_deepspeed/translation": SETTINGS,
