@@ -119,34 +119,23 @@ def small(gib):
 
 
 @pytest.mark.advice("To plan it anew after its last")
-@pytest.mark.promise("planned-again")
-def test_a_run_of_auto_that_goes_on_beside_another_card_keeps_its_placements(run, on, device, needs_device, tmp_path):
+@pytest.mark.promise("planned-again", "update-share")
+def test_a_run_of_auto_that_goes_on_beside_another_card_keeps_its_plan(run, on, device, needs_device, tmp_path):
     """Fails if a tile is updated on the GPU before and on the CPU after, or the other way round: its bits differ."""
     needs_device("a tier of its own")
-    whole, _ = run(*small(0.012))
-    saved = ("run.checkpoint_every=2",)
+    share, saved, folder = "+hardware.update_share=0.5", "run.checkpoint_every=2", tmp_path / "run"
+    whole, _ = run(*small(0.015), share)
+    assert whole.digest != run(*small(0.015))[0].digest, "the share decides nothing here"
     with stopped_after(2):
-        first = trained(tmp_path / "run", *on, *small(0.012), *saved)
+        first = trained(folder, *on, *small(0.015), share, saved)
     with pytest.raises(ConfigError, match=r"device tier needs .* run\.resume=auto continues\. To plan it anew .*"):
-        trained(tmp_path / "run", *on, *small(0.008), *saved, "run.resume=auto")
-    other = shutil.copytree(tmp_path / "run", tmp_path / "other")
-    assert len(trained(other, *on, *small(0.008), "run.checkpoint_every=2", f"run.resume={other}").losses) == 2
-    rest = trained(tmp_path / "run", *on, *small(1), *saved, "run.resume=auto")
+        trained(folder, *on, *small(0.008), saved, "run.resume=auto")
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert len(trained(other, *on, *small(0.008), saved, f"run.resume={other}", "offload.update_share=0").losses) == 2
+    rest = trained(folder, *on, *small(1), saved, "run.resume=auto")
     assert (first.losses + rest.losses, rest.digest) == (whole.losses, whole.digest)
-    (planned,) = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["offload"]["planned"]
+    (planned,) = yaml.safe_load((folder / "config.yaml").read_text())["offload"]["planned"]
     assert 0 < planned["optimizer"]["device"] < 1
-
-
-@pytest.mark.promise("planned-again", "update-share")
-def test_a_run_that_goes_on_keeps_the_share_that_the_device_updates(on, needs_device, tmp_path):
-    needs_device("a tier of its own")
-    saved = ("offload=host", "run.checkpoint_every=2", f"run.dir={tmp_path / 'run'}")
-    with stopped_after(2):
-        first = trained(tmp_path / "run", *on, *saved, "+hardware.update_share=0.5")
-    rest = trained(tmp_path / "run", *on, *saved, "run.resume=auto")
-    whole = trained(tmp_path / "whole", *on, "offload=host", "offload.update_share=0.5")
-    assert (first.losses + rest.losses, rest.digest) == (whole.losses, whole.digest)
-    assert whole.digest != trained(tmp_path / "host", *on, "offload=host").digest, "the share decides nothing here"
 
 
 @pytest.mark.promise("durable-planned")
