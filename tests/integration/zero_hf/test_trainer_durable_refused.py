@@ -57,7 +57,7 @@ def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
 @pytest.mark.promise("durable-trainer-refused")
 def test_another_model_is_refused(tmp_path):
     interrupted(tmp_path, 5)
-    refused(tmp_path, "a run of another model", lambda: llama(hidden_size=48), error=GenerationError)
+    refused(tmp_path, "a run with another model", lambda: llama(hidden_size=48), error=GenerationError)
 
 
 def test_what_changes_no_number_may_change(tmp_path):

@@ -201,7 +201,7 @@ USES = """uses = [driver.forward, driver.backward, driver.update, driver.store.w
         try:
             use()
         except OffloadError as error:
-            assert "forked from process" in str(error), error
+            assert "was forked from it" in str(error), error
         else:
             os._exit(1)
     driver.store.close()

@@ -207,7 +207,9 @@ def _given_activations(wanted: str | Sequence[str], sizes: ModelSizes) -> tuple[
     if isinstance(wanted, str):
         return _of_blocks(sizes, (wanted,) * sizes.blocks)
     if len(wanted) != len(sizes.units):
-        raise ValueError(f"policies: {len(wanted)}, units: {len(sizes.units)}; give one policy, or one per unit")
+        raise ValueError(
+            f"{len(wanted)} activation policies for {len(sizes.units)} units: give one policy, or one per unit"
+        )
     return tuple(wanted)
 
 

@@ -74,11 +74,7 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise RunError(
-                f"the run stopped, out of memory: {str(error).strip() or type(error).__name__}; lower run.micro_batch "
-                "or data.sequence_length, set offload.activations=recompute, or put more on nvme with offload=nvme "
-                "offload.slots=3"
-            ) from error
+            raise RunError(f"out of memory before training: {str(error).strip() or type(error).__name__}") from error
         except KeyboardInterrupt:
             say("interrupted; nothing was trained")
             return Outcome(128 + (asked.signal or SIGINT))
