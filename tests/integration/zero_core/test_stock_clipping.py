@@ -215,7 +215,7 @@ def test_an_old_gradient_and_an_old_norm_are_refused():
         gradient.mul_(0.5)
 
 
-@pytest.mark.advice("which has none: use zero_core.full_gradient", "would be lost. Write p.grad.copy_(tensor)")
+@pytest.mark.advice("parameter has none: use zero_core.full_gradient", "would be lost. Write p.grad.copy_(tensor)")
 def test_views_of_a_gradient_are_kept_or_refused():
     _, _, model, ours = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()

@@ -192,7 +192,7 @@ WRITES = {
 }
 
 
-@pytest.mark.advice("Write into the view with copy_(tensor)")
+@pytest.mark.advice("write into it with copy_(tensor)")
 @pytest.mark.promise("outside-writes", "views-write", "native-values")
 @kit.on_ranks(1, 2)
 def test_views_of_every_kind_write_through():
@@ -329,7 +329,7 @@ def test_new_memory_for_a_view_is_refused():
             lambda view: torch.zeros(3).set_(view),
             lambda view: view.share_memory_(),
         ):
-            with pytest.raises(ChangedParameterError, match="cannot use a view of head.weight: .* with copy_"):
+            with pytest.raises(ChangedParameterError, match="a view of head.weight cannot be replaced .* with copy_"):
                 replace(view)
 
 
@@ -343,7 +343,7 @@ def test_a_collective_reads_a_parameter_and_is_not_given_one_to_write():
     assert all(hasattr(getattr(dist.ProcessGroup, name), "__wrapped__") for name in ("broadcast", "allgather"))
     for tensor in (weight, weight.data, weight.detach()[0]):
         for collective in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
-            with pytest.raises(ChangedParameterError, match=r"torch\.distributed cannot use a view of head\.weight"):
+            with pytest.raises(ChangedParameterError, match=r"view of head\.weight cannot .* torch\.distributed\): "):
                 collective(tensor)
     with pytest.raises(GradientError, match=r"a sharded parameter, which has none|torch\.distributed"):
         dist.all_reduce(weight.grad)
@@ -378,10 +378,10 @@ def test_dlpack_is_given_a_clone(take):
     """torch and NumPy would write into the copy through it."""
     model, weight = stepped()
     for tensor in (weight.data, weight.detach()[0], model.state_dict()["head.weight"]):
-        with pytest.raises(ShardedParameterError, match=r"DLPack was given the memory of .* Give it a clone"):
+        with pytest.raises(ShardedParameterError, match=r"would share memory with a copy, .* Pass a clone"):
             take(tensor)
     for tensor in (weight.grad, weight.grad[0]):
-        with pytest.raises(GradientError, match=r"the memory of a copy of head\.weight\.grad.* Give it a clone"):
+        with pytest.raises(GradientError, match=r"would share memory with a copy.* Pass a clone"):
             take(tensor)
     assert torch.equal(torch.as_tensor(take(weight.detach().clone())), weight.detach())
     assert torch.equal(torch.as_tensor(take(weight.grad.clone())), weight.grad)

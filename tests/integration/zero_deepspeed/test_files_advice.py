@@ -177,7 +177,7 @@ def test_a_class_of_the_clients_is_named_when_a_trainers_checkpoint_is_converted
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
-@pytest.mark.advice("(decoupled_weight_decay=True is torch.optim.AdamW)")
+@pytest.mark.advice("(torch.optim.AdamW has decoupled_weight_decay=True)")
 def test_the_weights_of_another_optimizer_are_loaded_or_the_same_optimizer_is_built(tmp_path):
     truth = write(tmp_path / "uncorrected", 2, 2, options={"bias_correction": False})
     engine = made()
@@ -198,7 +198,7 @@ def test_the_weights_of_another_optimizer_are_loaded_or_the_same_optimizer_is_bu
     engine.destroy()
 
 
-@pytest.mark.advice("save zero_core.trained_state_dict(engine.module) in place of")
+@pytest.mark.advice("here: save zero_core.trained_state_dict(engine.module)")
 def test_an_engine_loads_and_saves_in_the_ways_that_it_names(tmp_path):
     engine = made()
     engine.save_checkpoint(tmp_path / "run", tag="first", save_latest=False)
@@ -207,7 +207,7 @@ def test_an_engine_loads_and_saves_in_the_ways_that_it_names(tmp_path):
     assert engine.load_checkpoint(tmp_path / "run", "first")[0] == str(tmp_path / "run" / "first")
     engine.save_checkpoint(tmp_path / "other")
     assert engine.load_checkpoint(tmp_path / "other")[0] == str(tmp_path / "other" / "global_step0")
-    with pytest.raises(ConfigError, match="save zero_core.trained_state_dict.engine.module. in place of"):
+    with pytest.raises(ConfigError, match="here: save zero_core.trained_state_dict.engine.module."):
         engine.save_16bit_model(tmp_path / "weights", exclude_frozen_parameters=True)
     torch.save(zero_core.trained_state_dict(engine.module), tmp_path / "trained.pt")
     with pytest.raises(ConfigError, match="load its weights into the model before initialize"):
@@ -241,5 +241,5 @@ def test_the_checkpoint_that_a_universal_one_was_made_of_is_read(tmp_path):
     truth = write(tmp_path / "plain", 1, 2)
     (tmp_path / "universal" / TAG / "zero").mkdir(parents=True)
     (tmp_path / "universal" / "latest").write_text(TAG)
-    refused(tmp_path / "universal", "Read the checkpoint that it was converted from")
+    refused(tmp_path / "universal", "Read the one that it was converted from")
     reads(tmp_path / "plain", truth)

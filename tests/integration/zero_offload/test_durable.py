@@ -235,7 +235,7 @@ def test_a_rank_without_its_slab_is_told():
 @pytest.mark.advice(
     "Leave them out with trained_only=True, or",
     'place parameters and optimizer on "host" or "{}"',
-    "delete the slab with its remove(), and",
+    "delete the slab with slab.remove(), and",
 )
 @pytest.mark.promise("durable-other-run")
 def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_works(tmp_path):
@@ -309,7 +309,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
             disk.close()
 
     image = (tmp_path / "run.slab").read_bytes()
-    anew = r"set them back, .* give the slab another name, or delete it with its remove\(\)"
+    anew = r"set them back, .* give the slab another name, or delete it with slab.remove\(\)"
     setting = rf"another model or other settings \(.*trained elements: 2016, now 992.*{anew}"
     scheduled = r"scheduler given: True in .* now\. Start the run as it was, or remove its slab to begin"
     for error, told, mistake in (

@@ -85,7 +85,7 @@ def _change(path, **changes):
         ({"buffer_names": None}, "does not have the layout of DeepSpeed 0.19"),
         ({"mp_world_size": 2}, "is of a run with tensor or pipeline parallelism"),
         ({"num_experts": [4]}, "or with DeepSpeed's own experts .*: continue that run with DeepSpeed"),
-        ({"param_shapes": [{"a.weight": torch.Size([7, 5])}]}, "2 flat groups, and param_shapes 1"),
+        ({"param_shapes": [{"a.weight": torch.Size([7, 5])}]}, "2 flat groups, and param_shapes lists 1"),
         (
             {"param_shapes": [{"a.weight": torch.Size([7, 5])}, {"a.bias": torch.Size([9])}]},
             "flat group 0 has 70 elements, and its parameters 35",

@@ -101,7 +101,7 @@ def _keep_known_options(saved: Checkpoint, known: Mapping[str, Any]) -> None:
             if group[key] != known[key]:
                 raise CheckpointError(
                     f"{saved.folder} was trained with {key}={group[key]}, and this optimizer has {key}={known[key]}: "
-                    f"build it with {key}={group[key]} (decoupled_weight_decay=True is torch.optim.AdamW)"
+                    f"build it with {key}={group[key]} (torch.optim.AdamW has decoupled_weight_decay=True)"
                 )
 
 

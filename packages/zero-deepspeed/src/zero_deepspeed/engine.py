@@ -322,7 +322,7 @@ class Engine(nn.Module):
         The name of the file is model.safetensors, whatever `save_filename` says. Returns True.
         """
         if exclude_frozen_parameters:
-            raise ConfigError("save zero_core.trained_state_dict(engine.module) in place of exclude_frozen_parameters=")
+            raise ConfigError("no exclude_frozen_parameters= here: save zero_core.trained_state_dict(engine.module)")
         zero_core.save_pretrained(self.module, save_dir)
         return True
 

@@ -129,7 +129,9 @@ class _Opened:
     def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
         self.folder = folder
         if (folder / "zero").is_dir():
-            raise FilesError(f"{folder} is a universal checkpoint. Read the checkpoint that it was converted from")
+            raise FilesError(
+                f"{folder} is a universal checkpoint, not supported. Read the one that it was converted from"
+            )
         here = {path.name for path in folder.glob("*_states.pt")}
         self.partitioned = any(name.startswith("zero_pp_rank_0_") and "_model_" in name for name in here)
         model = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if self.partitioned else "mp_rank_00_model_states.pt"
@@ -227,7 +229,7 @@ class _Opened:
         nested, flats = self.inner[0], range(len(self.shapes))
         saved = nested["param_groups"] if isinstance(nested, dict) else [{"params": [i]} for i in flats]
         of_group = {flat: g for g, group in enumerate(saved) for flat in group["params"]}
-        fact = f"the optimizer has {len(of_group)} flat groups, and param_shapes {len(flats)}"
+        fact = f"the optimizer has {len(of_group)} flat groups, and param_shapes lists {len(flats)}"
         self._need(sorted(of_group) == list(flats), fact)
         groups = [{key: _read(value) for key, value in group.items() if key not in _HOW} for group in saved]
         section = self.config.get("optimizer") or {}

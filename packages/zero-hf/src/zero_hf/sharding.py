@@ -76,7 +76,7 @@ class Run:
             return True
         try:
             if self._closed:
-                raise ZeroError("close() has freed its values. Call end() before close()")
+                raise ZeroError("end() needs the values that close() has freed. Call end() before close()")
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             zero_core.unshard(self.model)

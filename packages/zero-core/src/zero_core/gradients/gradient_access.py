@@ -22,8 +22,8 @@ from .reducer import Reducer
 
 Key = tuple[int, int]  # a unit's index, and the number of a parameter in it
 USED_UP = (
-    "no longer exists, because update_in_backward=True frees gradients during backward. Change the gradient in a hook, "
-    "parameter.register_hook(function), or leave update_in_backward=True out of zero_core.shard"
+    "the gradient no longer exists, because update_in_backward=True frees gradients during backward. Change it in a "
+    "hook, parameter.register_hook(function), or leave update_in_backward=True out of zero_core.shard"
 )
 
 

@@ -243,9 +243,9 @@ class Options:
         number, old, new = next(((n, *pair) for n, pair in pairs if pair[0] != pair[1]), (len(now) - 1, none, none))
         raise UnsupportedOptimizerError(
             f"the parameters of param group {number} of {kind_of(self._optimizer)} changed after zero_core.shard "
-            f"(added: {len(new - old)}, removed: {len(old - new)}), which is not possible. Put them back. To stop "
-            "training a parameter, call p.requires_grad_(False). To change its options later, give it its own group "
-            "before zero_core.shard"
+            f"(added: {len(new - old)}, removed: {len(old - new)}). Shards are laid out for the earlier ones: give "
+            "the group these again. To train another parameter, add it before zero_core.shard. To stop training one, "
+            "call p.requires_grad_(False). To change its options later, give it its own group before zero_core.shard"
         )
 
     def _needed_whole(self) -> list[dict[tuple[int, ...], dict[str, tuple[int, ...]] | None]]:

@@ -86,7 +86,7 @@ class HeldGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise GradientError(
-            f"{func} needs the memory of p.grad of a sharded parameter, which has none: use "
+            f"{func} needs memory, and p.grad of a sharded parameter has none: use "
             "zero_core.full_gradient(parameter), a plain tensor"
         )
 
@@ -254,13 +254,14 @@ class GradientCopy(FullCopy):
     def refuse(self, func: Any) -> None:
         if func is Tensor.__dlpack__:
             raise GradientError(
-                f"DLPack was given the memory of a copy of {self.owner.home.name}.grad; a write there would be "
-                "lost. Give it a clone, from_dlpack(p.grad.clone()), and write back with p.grad.copy_()"
+                f"from_dlpack of {self.owner.home.name}.grad would share memory with a copy, where a write would be "
+                "lost. Pass a clone, from_dlpack(p.grad.clone()), and write back with p.grad.copy_()"
             )
         if func in REPLACING:
             raise GradientError(
-                f"p.grad.data = tensor, share_memory_() and torch.distributed cannot use {self.owner.home.name}.grad: "
-                "the write would be lost. Write p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
+                f"the memory of {self.owner.home.name}.grad cannot be replaced or shared (p.grad.data = tensor, "
+                "share_memory_(), torch.distributed): writes there would be lost. Write p.grad.copy_(tensor), or "
+                "zero_core.set_full_gradient(p, tensor)"
             )
 
     def is_owner(self, func: Any) -> bool:

@@ -99,13 +99,13 @@ class ParameterCopy(FullCopy):
             refuse_another(self.owner)
         if func is Tensor.__dlpack__:
             raise ShardedParameterError(
-                f"DLPack was given the memory of a copy of {home_of(self.owner).name}; a write there would be lost. "
-                "Give it a clone, from_dlpack(p.detach().clone()), and write back with p.copy_()"
+                f"from_dlpack of {home_of(self.owner).name} would share memory with a copy, and a write there would be "
+                "lost. Pass a clone, from_dlpack(p.detach().clone()), and write back with p.copy_()"
             )
         if func in REPLACING:
             raise ChangedParameterError(
-                "p.data.data = tensor, resize_(), tensor.set_(p), share_memory_() and torch.distributed cannot use a "
-                f"view of {home_of(self.owner).name}: the write would be lost. Write into the view with copy_(tensor)"
+                f"the memory of a view of {home_of(self.owner).name} cannot be replaced or shared (.data = tensor, "
+                "resize_(), set_(), share_memory_(), torch.distributed): write into it with copy_(tensor)"
             )
 
 

@@ -291,7 +291,7 @@ def _same_shape(func: Callable[..., Any], parameter: Any, other: Any) -> Any:
 
 
 def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
-    raise ShardedParameterError(f"{home_of(parameter).name} is sharded, without memory: use zero_core.gathered(module)")
+    raise ShardedParameterError(f"{home_of(parameter).name} has no memory of its own: use zero_core.gathered(module)")
 
 
 class _Address:

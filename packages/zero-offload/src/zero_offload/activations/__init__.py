@@ -76,7 +76,7 @@ def _of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: Tie
     elif isinstance(policy, Mapping):
         for pattern in policy:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ActivationError(f"no unit is called {pattern!r}; units: {', '.join(names)}")
+                raise ActivationError(f"no unit matches {pattern!r}. Name one of: {', '.join(names)}")
         found = {name: next((p for k, p in policy.items() if fnmatchcase(name, k)), "keep") for name in names}
     else:
         if len(policy) != len(names):

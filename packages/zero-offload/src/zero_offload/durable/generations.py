@@ -40,7 +40,7 @@ from ..protocols import NamedByteStore
 from .ab_places import Pins, TwoPlaces
 
 FORMAT = 1
-DELETE = "delete the slab with its remove(), and load a checkpoint"
+DELETE = "delete the slab with slab.remove(), and load a checkpoint"
 MAGIC = b"zerogen\0"
 HEADER = struct.Struct("<8sIQQQI")  # magic, format, number; the body's offset, bytes and checksum
 CHECKSUM = struct.Struct("<I")  # of the header
@@ -206,7 +206,7 @@ class Generations:
             raise GenerationError(
                 f"{self._named()} holds a run with another model or other settings ({told}). To continue that run, set "
                 "them back, or write a checkpoint of it with zero_offload.write_checkpoint and load that. To start a "
-                "new run, give the slab another name, or delete it with its remove()"
+                "new run, give the slab another name, or delete it with slab.remove()"
             )
 
     # -- values -------------------------------------------------------------------------------------------------
