@@ -235,14 +235,14 @@ def test_calls_at_the_wrong_time_or_of_the_wrong_tensor(name):
         call(nn.Parameter(torch.zeros(2)))
 
 
-@pytest.mark.advice("step count is in unit.steps of its unit", "give real numbers for the whole parameter, on every")
+@pytest.mark.advice("step count is in unit.steps of its unit", "in a real dtype, on every rank")
 def test_names_and_shapes_are_checked():
     _, _, model, _ = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()
     with pytest.raises(ZeroError, match=r"'step'\) of head.bias: the states .* are master, exp_avg, exp_avg_sq"):
         full_state(model.head.bias, "step")
     assert [steps for unit in zero_core.units(model) for steps in unit.steps] == [0] * len(list(model.parameters()))
-    with pytest.raises(ZeroError, match=r"\(1,\) for head.bias of shape \(3,\): give real numbers for the whole"):
+    with pytest.raises(ZeroError, match=r"\(1,\) for head.bias of shape \(3,\): give values of shape \(3,\)"):
         set_full_gradient(model.head.bias, torch.zeros(1))
     with pytest.raises(ZeroError, match=r"complex64 values of shape \(3,\) for head.bias"):
         set_full_state(model.head.bias, "master", torch.zeros(3, dtype=torch.complex64))

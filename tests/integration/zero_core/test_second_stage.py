@@ -192,7 +192,9 @@ def test_a_part_of_a_model_and_two_models_are_not_taken_and_a_wrapper_takes_its_
     with pytest.raises(AlreadyShardedError, match="sharded already. It lacks .*: call zero_core.shard on"):
         again(model.blocks)
     both = nn.ModuleList([model, other])
-    with pytest.raises(AlreadyShardedError, match="are sharded separately, .* call zero_core.unshard on each of them"):
+    with pytest.raises(
+        AlreadyShardedError, match="sharded separately .*: call zero_core.unshard on each of these models"
+    ):
         again(both)
     zero_core.unshard(model)
     zero_core.unshard(other)

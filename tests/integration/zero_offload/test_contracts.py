@@ -248,7 +248,10 @@ def _follows_it(build, **options):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_shows_that_the_word_was_wrong_is_an_error(place):
     model, optimizer = sharded(Looks, place)
-    with pytest.raises(UnsupportedOptimizerError, match=r"the step of .* has set 'd' in .* of Looks to .*by itself"):
+    with pytest.raises(
+        UnsupportedOptimizerError,
+        match=r"the step of .* has set 'd' in .* of Looks to .*, and a trial step .*by itself",
+    ):
         train(model, optimizer)
         model.state_dict()
     _follows_it(adamw)
@@ -287,7 +290,7 @@ class Odd(Alone):
 @pytest.mark.advice(
     "take options with which it keeps no other states",
     "steps its parameters together (optimizer_contract='together')",
-    "update_in_backward=True with {}, whose optimizer_contract is not",
+    "and {} is not: leave update_in_backward out",
 )
 @pytest.mark.parametrize(
     ("build", "options", "told"),
@@ -300,8 +303,8 @@ class Odd(Alone):
             {"place": "host", "optimizer_contract": "by itself"},
             r"LBFGS steps its parameters together \(optimizer_contract='together'\)",
         ),
-        (Alone, {"optimizer_contract": "alone"}, "optimizer_contract='alone' of Alone: it is one of 'elementwise'"),
-        (Alone, {"update_in_backward": True}, "update_in_backward=True with Alone"),
+        (Alone, {"optimizer_contract": "alone"}, "optimizer_contract='alone' of Alone must be one of 'elementwise'"),
+        (Alone, {"update_in_backward": True}, "and Alone is not: leave update_in_backward out"),
     ],
 )
 def test_what_cannot_be_stepped_by_itself_is_refused_and_no_parameter_was_updated(build, options, told):

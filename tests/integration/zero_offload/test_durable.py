@@ -311,7 +311,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     image = (tmp_path / "run.slab").read_bytes()
     anew = r"set them back, .* give the slab another name, or delete it with slab.remove\(\)"
     setting = rf"another model or other settings \(.*trained elements: 2016, now 992.*{anew}"
-    scheduled = r"scheduler given: True in .* now\. Start the run as it was, or remove its slab to begin"
+    scheduled = r"scheduler= given .*: True in .* now\. Start the run as it was, or call remove\(\) of its Slab"
     for error, told, mistake in (
         (GenerationError, setting, {"frozen": True}),
         (GenerationError, r"\(optimizer: SGD, now Adam; .*set them back", {"build": torch.optim.Adam}),

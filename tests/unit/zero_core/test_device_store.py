@@ -85,7 +85,7 @@ def test_an_optimizers_states_are_read_and_written_once():
 def test_a_closed_store_does_not_wake():
     store = DeviceStore()
     store.close()
-    with pytest.raises(StoreError, match="is closed"):
+    with pytest.raises(StoreError, match="the DeviceStore is closed: call the optimizer's close.* after the last"):
         store.wake()
 
 

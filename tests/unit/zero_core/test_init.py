@@ -272,7 +272,7 @@ def test_a_deferred_model_is_written_inside_the_context_or_after_shard():
     assert torch.equal(inside[0].weight.detach(), after[0].weight.detach())
 
 
-@pytest.mark.advice("use a copy, or build this part outside")
+@pytest.mark.advice("use a clone() made outside the block")
 @pytest.mark.promise("deferred-read-changed")
 @pytest.mark.parametrize("real", [torch.ones(3, 3), nn.Linear(3, 3).weight])  # the second was written once already
 def test_values_read_from_a_real_tensor_are_those_it_had(real) -> None:

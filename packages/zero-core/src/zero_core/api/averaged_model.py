@@ -103,7 +103,7 @@ class AveragedModel:
         try:
             yield self._handle.model
             if self._handle.optimizer.step_count != self._steps:
-                raise ZeroError("step() in swapped_in() has updated the averages, not the model: load() saved averages")
+                raise ZeroError("step() in swapped_in() updated the averages only: restore them with load(folder)")
         finally:
             self._steps = None
             self._handle.settle()
@@ -143,9 +143,9 @@ class AveragedModel:
 
     def _check(self, model: nn.Module | None) -> None:
         if model is not None and model is not self._handle.model:
-            raise ZeroError(f"AveragedModel() was given another {type(model).__name__}: pass that model here")
+            raise ZeroError(f"this is another {type(model).__name__} than AveragedModel() was given: pass that one")
         if self._steps is not None:
-            raise ZeroError("the averages are swapped in: leave the with block of swapped_in() first")
+            raise ZeroError("the call is inside AveragedModel.swapped_in: leave the with block first")
         self._handle.settle()
 
     def _pieces(self) -> Iterator[tuple[int, Any, int, int]]:

@@ -201,8 +201,8 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
     parts = home.cut(_wide(home, values, home.shape))
     if not all([place.engine.gradients.write(place.unit, place.index, rows.reshape(-1)) for place, rows, _ in parts]):
         raise GradientError(
-            f"set_full_gradient() of {home.name}, which has no gradient to overwrite: no backward reached it since "
-            "the last zero_grad(), or it is frozen. Call it between backward() and step()"
+            f"set_full_gradient() of {home.name}, which has no gradient to overwrite: it is frozen, or no backward has "
+            "reached it since the last zero_grad(). Unfreeze it, or call this between backward() and step()"
         )
 
 
@@ -288,6 +288,6 @@ def _wide(home: Place | Stacked, values: Tensor, shape: tuple[int, ...]) -> Tens
     if tuple(values.shape) != shape or values.is_complex():
         raise ZeroError(
             f"{values.dtype} values of shape {tuple(values.shape)} for {home.name} of shape {shape}: give "
-            "real numbers for the whole parameter, on every rank"
+            f"values of shape {shape}, in a real dtype, on every rank"
         )
     return values.detach().to(home.unit.ranks.device, torch.float32)

@@ -61,8 +61,8 @@ class Earlier:
         if len(engines) > 1:
             kinds = " and ".join(type(engine.model).__name__ for engine in engines.values())
             raise AlreadyShardedError(
-                f"{places[0].name} is sharded already, and other parameters of the model are sharded separately, as "
-                f"parts of {kinds}: call zero_core.unshard on each of them first"
+                f"the model has parameters of {len(engines)} models that were sharded separately ({kinds}), such as "
+                f"{places[0].name}: call zero_core.unshard on each of these models first"
             )
         held = set() if self.engine is None else {id(part.tensor) for part in named_parts(self.engine.model)}
         others = [u.layout.slots[k].whole.name for i, ((u, k), *_) in self._places.items() if i in held - self._mine]
@@ -113,8 +113,8 @@ class Earlier:
         if self._given_up:
             return (
                 f"{self._call}() failed, and the model is in its earlier shards, with all values. The optimizer states "
-                f"of {len(self._given_up)} of {len(engine.units)} units were reset. 16-bit parameters to be frozen "
-                f"have lost the extra precision of their fp32 masters.{others}{again}"
+                f"of {len(self._given_up)} of {len(engine.units)} units were reset. 16-bit parameters that were not "
+                f"to be trained any more have lost the extra precision of their fp32 masters.{others}{again}"
             )
         told = f"{self._call}() failed, and on this rank the model is in its earlier shards, with all values.{others}"
         return told if others else ""

@@ -154,15 +154,15 @@ class _Run:
             raise CheckpointError(f"the run has format {run['format']}; this zero-core reads up to {FORMAT}")
         optimizer, scale = self._handle.optimizer, self._handle.engine.loss_scale
         for what, mine, there in (
-            ("scheduler given", self._scheduler is not None, run["scheduler"] is not None),
-            ("loss_scale given", scale is not None, run["loss_scale"] is not None),
+            ("scheduler= given to resume()", self._scheduler is not None, run["scheduler"] is not None),
+            ("loss_scale= given to shard()", scale is not None, run["loss_scale"] is not None),
             ("groups", [g["params"] for g in match.named_groups(self._handle)], [g["params"] for g in run["groups"]]),
             ("buffers", _shapes(dict(self._buffers())), _shapes(run["buffers"])),
         ):
             if mine != there:
                 raise CheckpointError(
                     f"{what}: {_short(there)} in the run on disk, {_short(mine)} now. Start the run as it was, or "
-                    "remove its slab to begin a new run"
+                    "call remove() of its Slab to begin a new run"
                 )
         for name, buffer in self._buffers():
             buffer.copy_(run["buffers"][name])

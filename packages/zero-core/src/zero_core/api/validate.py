@@ -155,8 +155,9 @@ def check_update_in_backward(
     for refused, reason in (
         (max_grad_norm is not None, f"max_grad_norm={max_grad_norm}: the norm is known only after backward"),
         (scale is not None, "loss_scale: an overflow is known only after backward"),
-        (stage == 1, "stage=1, which keeps whole gradients until the step; use stage 0, 2 or 3"),
         (find_unused_parameters, "find_unused_parameters=True, which keeps whole gradients until the step"),
+        (stage == 1, "stage=1, which keeps whole gradients until the step"),
     ):
         if refused:
-            raise StageError(f"update_in_backward=True cannot be combined with {reason}. Leave one of the two out")
+            way = "Use stage 0, 2 or 3" if reason.startswith("stage") else "Leave one of the two out"
+            raise StageError(f"update_in_backward=True cannot be combined with {reason}. {way}")

@@ -274,7 +274,7 @@ def _unwrapped(written: Path | None = None) -> Iterator[None]:
         rank, (error, _) = min(summary.failures.items())
         if isinstance(error, ZeroError):
             raise error from None
-        where = "read the checkpoint" if written is None else f"write {written}, {room(written)}"
+        where = f"write {written}, {room(written)} (name another, or make room)" if written else "read the checkpoint"
         raise CheckpointError(f"rank {rank} could not {where}: {type(error).__name__}: {error}") from error
 
 

@@ -73,7 +73,7 @@ class StreamingWriter(dcp.FileSystemWriter):
                 file.sync()
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise CheckpointError(f"{path} cannot be written: {error}; an earlier checkpoint is kept") from error
+            raise CheckpointError(f"cannot write {path}: {error}; make room. An earlier checkpoint is kept") from error
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -297,7 +297,7 @@ def _read_manifest(folder: Path) -> Metadata:
     except FileNotFoundError as error:
         found = sorted(p.name for p in folder.iterdir())[:4] if folder.is_dir() else "no such folder"
         raise CheckpointError(
-            f"{folder} holds no complete checkpoint: {MANIFEST}, written last, is absent ({found}). Load another folder"
+            f"{folder} holds no complete checkpoint: {MANIFEST} is missing (found: {found}). Load another folder"
         ) from error
     except Exception as error:  # a damaged pickle, or one of changed classes, may raise any
         raise CheckpointError(

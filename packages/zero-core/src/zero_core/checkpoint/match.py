@@ -68,9 +68,9 @@ class Finder:
 
     def _way_out(self, shapes: Mapping[str, Any], of: str) -> str:
         if self.found or not shapes:
-            return f"; build the {of} as it was saved" + (", or load without it" if of == "optimizer" else "")
+            return f"; build the {of} as it was saved" + (", or leave it out of load()" if of == "optimizer" else "")
         keys = sorted({name.split(".")[0] for name in shapes})
-        return f"; names in it begin with {', '.join(keys[:5])}: give one as model_key=, or '' for a bare state dict"
+        return f"; its names begin with {', '.join(keys[:5])}: pass the model's prefix as model_key=, or '' for none"
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str], set[str]]:
         missing, mismatched, used = [], [], set()
@@ -271,7 +271,7 @@ def options_of(view: ShardView, saved: list[dict[str, Any]] | None, *, strict: b
         options = by_members.get(members) or by_trained.get(members & trained, {})
         if strict and saved is not None and not options:
             raise CheckpointError(
-                f"no group of the checkpoint has the {len(group['params'])} parameters {listed(group['params'])}: "
+                f"no checkpoint group has exactly the {len(group['params'])} parameters {listed(group['params'])}: "
                 "build the optimizer with the groups it was saved with"
             )
         found.append({k: v for k, v in options.items() if k != "params"})

@@ -92,10 +92,9 @@ def load_pretrained(
         complaints += [f"missing from the files: {', '.join(found.missing)}"] if found.missing else []
         complaints += [f"not in the model: {', '.join(found.unexpected)}"] if found.unexpected else []
     if complaints:
-        told = (
-            f"{folder} does not fit {type(model).__name__}: {' | '.join(complaints)}; build the model as it was saved"
-        )
-        raise PretrainedError(f"{told}, or pass rename= where names differ, or strict=False to go on without")
+        told = f"{folder} does not fit {type(model).__name__}: {' | '.join(complaints)}; build it as it was saved"
+        names = ", or pass rename= where names differ, or strict=False to load only the names that both have"
+        raise PretrainedError(told + names * (len(complaints) > bool(found.mismatched)))
     tensors = named_tensors(model)
     reader = Reader()
     values = {name: FileValues(parts, reader, entries) for name, parts in found.parts.items()}
@@ -108,7 +107,7 @@ def load_pretrained(
         raise PretrainedError(
             f"{folder} has {', '.join(left)} with other values than the parameter that {type(model).__name__} ties to "
             "it: build the model without the tie (tie_word_embeddings=False in transformers' config), or pass "
-            "strict=False to leave the second values out"
+            "strict=False to leave these values out"
         )
     fill(model, values)
     ties = tuple((alias, t.name) for t in tensors if not t.is_buffer for alias in t.aliases)

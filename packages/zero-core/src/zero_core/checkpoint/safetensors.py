@@ -86,16 +86,14 @@ def read_header(path: Path) -> dict[str, Entry]:
     for name, entry in entries.items():
         if entry.start_bytes + entry.nbytes > size:
             wanted = entry.start_bytes + entry.nbytes
-            raise PretrainedError(
-                f"{path} is cut short: {name} ends at byte {wanted}, the file at {size}; fetch it again"
-            )
+            raise PretrainedError(f"{path} is cut short: {size} bytes, tensor {name} ends at {wanted}: fetch it again")
     return entries
 
 
 def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int) -> Entry:
     begin, end = fields["data_offsets"]
     if fields["dtype"] not in DTYPES:
-        raise PretrainedError(f"{path}: {name} has dtype {fields['dtype']}; readable are {', '.join(DTYPES)}")
+        raise PretrainedError(f"{path}: {name} has unknown dtype {fields['dtype']}: use one of {', '.join(DTYPES)}")
     dtype, shape = DTYPES[fields["dtype"]], list(fields["shape"])
     if dtype in _PACKED:
         shape[-1] //= _PACKED[dtype]
@@ -157,10 +155,14 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
         raise PretrainedError(f"{index_path} names two files for the tensor {twice[0]}: fetch it again")
     files = sorted(set(weight_map.values()))
     if absent := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
-        raise PretrainedError(f"{index_path} names files that are not beside it: {', '.join(absent)}: copy them there")
+        raise PretrainedError(
+            f"{index_path} names files that are not in its folder: {', '.join(absent)}: copy them there, without paths"
+        )
     headers = {f: read_header(folder / f) for f in files}
     if lost := [n for n, f in weight_map.items() if n not in headers[f]]:
-        raise PretrainedError(f"{index_path} lists {', '.join(lost[:8])}, which its files lack: fetch them again")
+        raise PretrainedError(
+            f"{index_path} lists tensors that its files lack ({', '.join(lost[:8])}): fetch all again"
+        )
     return {n: headers[f][n] for n, f in weight_map.items()}
 
 

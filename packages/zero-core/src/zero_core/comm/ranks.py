@@ -32,7 +32,7 @@ from .watchdog import Patience
 BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives
 
 ALONE = Axis(None, 0, 1)
-BLANK = "append a blank input to the end of a row, with attention_mask 0 and labels -100: it changes no other value"
+BLANK = "append a blank input to the end of a sample, such as a black image, with attention_mask 0 and labels -100"
 _DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
 _NUMBER = ("GROUP_RANK", "SLURM_NODEID")  # of this rank's machine, by torchrun and by SLURM
 

@@ -213,8 +213,8 @@ class Recomputations:
         for unit in (self._units[u] for u in units if self._reducer.updates):
             if unit.gradient.stored or Leftover.UPDATED in unit.gradient.leftover:
                 raise GradientError(
-                    f"unit {unit.name!r} is used inside a backward that has updated it, or is about to, so the use "
-                    "would find other values than the forward did. Leave update_in_backward out"
+                    f"unit {unit.name!r} is used inside a backward that updates it, so this use could find other "
+                    "values than the forward did. Leave update_in_backward out"
                 )
         self._uses.hold(units)
 
@@ -245,11 +245,10 @@ class NestedGradients:
         if self._refused or unit.gradient.waits(k) or unit.gradient.leftover[k] is Leftover.STEPPED:
             unit.gradient.collect(k)
             raise GradientError(
-                f"a backward() inside of the forward of unit {unit.name!r} gave {unit.layout.slots[k].name} a "
-                "gradient. In torch, p.grad is then the sum since zero_grad(). Here a part of the sum has moved to the "
-                "shards, or update_in_backward or loss_scale= is used. Call zero_grad() before this forward, or call "
-                "backward() after it. Or use torch.autograd.grad() inside of it, and set p.grad if an optimizer steps "
-                "there"
+                f"a backward() inside the forward of unit {unit.name!r} gave {unit.layout.slots[k].name} a gradient. "
+                "In torch, p.grad then has earlier gradients too. Here they have moved to the shards, or "
+                "update_in_backward or loss_scale= is used. Call zero_grad() before this forward, or call backward() "
+                "after it. Or use torch.autograd.grad() in this forward, and set p.grad"
             )
         self.waiting.add((unit, k))
 

@@ -268,8 +268,8 @@ class Engine:
         """Why the shards cannot be read now, and the way out; None: they can."""
         if self.busy or in_backward():
             return (
-                "inside forward or backward: call it after loss.backward() has returned. To change a gradient during "
-                "backward, use parameter.register_hook, which gets this rank's part of it"
+                "inside forward or backward: call it after loss.backward() has returned. A hook of "
+                "parameter.register_hook may change this rank's part of a gradient during backward"
             )
         if self.gathered:
             return "inside zero_core.gathered, which writes parameters back at its end: leave the with block first"

@@ -205,9 +205,9 @@ def _follower(lead: Extent, other: Extent) -> Follower:
     if type(tensor) is not Tensor or tensor.requires_grad or not _same(lead, other):
         raise ShardedParameterError(
             f"{other.name} {tuple(tensor.shape)}, a {type(tensor).__name__} of {tensor.dtype}, shares memory with "
-            f"{lead.name} {tuple(part.shape)} and cannot follow it into shards. Only a plain tensor of the same shape "
-            "and dtype, without a gradient, can: assign one, such as p.detach(), and index it where the values are "
-            "used. Or give the tensor memory of its own with clone(), before zero_core.shard"
+            f"{lead.name} {tuple(part.shape)}, and shards would separate the two. Assign `{_path(lead.name)}.detach()` "
+            "in its place, which follows the parameter, and index it where the values are used. Or give the tensor "
+            "memory of its own with clone(), before zero_core.shard"
         )
     return Follower(tensor, part)
 
@@ -240,7 +240,7 @@ def _two_parameters(first: Extent, second: Extent) -> str:
     ways = "keep one parameter, and index it in forward()"
     if _same(first, second):
         ways = (
-            f"assign one parameter to both, `{again} = {one}`; or replace the other by a tensor without a gradient, "
+            f"assign one parameter to both, `{again} = {one}`; or replace {other.name} by a tensor without a gradient, "
             f"`del {again}; {again} = {one}.detach()`"
         )
     return (

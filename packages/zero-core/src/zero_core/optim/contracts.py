@@ -58,7 +58,7 @@ def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
             vars(member)[_SETTLED] = found
         if found not in (None, *CONTRACTS):
             raise UnsupportedOptimizerError(
-                f"optimizer_contract={found!r} of {kind_of(member)}: it is one of {', '.join(map(repr, CONTRACTS))}"
+                f"optimizer_contract={found!r} of {kind_of(member)} must be one of {', '.join(map(repr, CONTRACTS))}"
             )
 
 

@@ -117,7 +117,7 @@ class DeviceShard:
         if self.gradient is None:
             raise StoreError(
                 f"{self.spec.name} has received no gradient since the last update: run a backward before reading or "
-                "writing it"
+                "writing its gradient"
             )
         return self.gradient
 

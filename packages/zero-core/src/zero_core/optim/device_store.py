@@ -291,7 +291,7 @@ class DeviceStore(ShardStore):
 
     def _check(self) -> None:
         if self._closed:
-            raise StoreError("the DeviceStore is closed: its optimizer's close() was called")
+            raise StoreError("the DeviceStore is closed: call the optimizer's close() after the last use of its model")
         if self.asleep:
             raise StoreError("the DeviceStore sleeps: call zero_core.wake(model), or wake() of the store")
 

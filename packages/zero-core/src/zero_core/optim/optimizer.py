@@ -71,8 +71,8 @@ class ShardedOptimizer(Optimizer):
         if updates is not None:
             if self._by_itself or self._together:
                 raise UnsupportedOptimizerError(
-                    f"update_in_backward=True with {self._kind}, whose optimizer_contract is not 'elementwise': leave "
-                    "update_in_backward out"
+                    f"update_in_backward=True needs an optimizer with optimizer_contract='elementwise', such as AdamW, "
+                    f"and {self._kind} is not: leave update_in_backward out"
                 )
             updates.options = self._options
         self.state = States()
@@ -186,7 +186,7 @@ class ShardedOptimizer(Optimizer):
         if getattr(self, "_sealed", False):
             raise UnsupportedOptimizerError(
                 "add_param_group after zero_core.shard: the shards are cut already. Add the group to your optimizer "
-                "before shard; to unfreeze later, put the parameters in a group now and set requires_grad then"
+                "before shard. To train it only later, freeze it after shard, with requires_grad_(False)"
             )
         super().add_param_group(param_group)
 

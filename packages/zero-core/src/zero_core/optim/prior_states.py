@@ -21,6 +21,7 @@ from .single_parameter import packed, packed_shape
 from .state_names import state_formats
 
 _WAY_OUT = "give shard() an optimizer that has not stepped, or shard first and load with zero_core.checkpoint.load"
+_OTHER = "remove it, or bring the states of an optimizer of the same class and options"
 
 
 def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: ShardStore, ranks: Ranks) -> None:
@@ -58,8 +59,8 @@ def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], devic
             carried = kept.keys() <= form.built.keys()  # a store keeps the states of copies
             raise UnsupportedOptimizerError(
                 f"{kind_of(optimizer)} has {', '.join(map(repr, kept))} of {name} before its first step: shards are "
-                "stepped by copies of the optimizer, which start without this state. Let step() make it where the "
-                "state is empty" + (", or take one step of the plain model before zero_core.shard" if carried else "")
+                "stepped by copies of the optimizer, which start without this state. Let step() make it if state[p] "
+                "is empty" + (", or take one step of the plain model before zero_core.shard" if carried else "")
             )
 
 
@@ -118,7 +119,7 @@ def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: Shard
             if shape != wanted:
                 raise UnsupportedOptimizerError(
                     f"{kind} brings {name!r} of {slot.name}, shape {shape}, which {type(store).__name__} does not keep "
-                    f"(it keeps {', '.join((*names, *(f'{n} {s}' for n, s in shaped.items()), *scalars))}): {_WAY_OUT}"
+                    f"(it keeps {', '.join((*names, *(f'{n} {s}' for n, s in shaped.items()), *scalars))}): {_OTHER}"
                 )
 
 

@@ -114,8 +114,8 @@ def step_twice(trial: Any, parameter: nn.Parameter, gradient: Tensor) -> None:
             except Exception as error:
                 raise UnsupportedOptimizerError(
                     f"a trial step of {kind_of(trial)} over a parameter of shape {tuple(parameter.shape)} raised "
-                    f"{type(error).__name__}: {error}. A copy of it steps the shards, so what step() needs must be in "
-                    "param_groups and state, and step() must work without a closure. Or use another optimizer"
+                    f"{type(error).__name__}: {error}. Copies of it step the shards, so step() must work with what "
+                    "is in param_groups and state, without a closure. Or use another optimizer"
                 ) from error
 
 
@@ -237,8 +237,8 @@ class Double:
                 trial.step()
                 if not torch.equal(random, torch.get_rng_state()):
                     raise UnsupportedOptimizerError(
-                        f"{kind_of(member)} draws random numbers in step(), and each rank, tier and thread would draw "
-                        "different ones. No parameter was updated: give it the option that draws none, or use another "
+                        f"{kind_of(member)} draws random numbers in step(), and each rank and thread would draw other "
+                        "ones. No parameter was updated: set its options so that it draws none, or use another "
                         "optimizer"
                     )
             own = plain_in(own_attributes(trial).items())
@@ -283,6 +283,6 @@ def check_step(running: Any, group: Mapping[str, Any], options: Mapping[str, Any
             if key in found and _bits(found[key]) != _bits(value):
                 raise UnsupportedOptimizerError(
                     f"the step of {name} has set {key!r} in {what} of {type(running).__name__} to {found[key]!r}, and "
-                    f"the step of a small parameter has set it to {value!r}: this depends on the parameter, so the "
+                    f"a trial step of a throw-away parameter to {value!r}: this depends on the parameter, so the "
                     'optimizer_contract is not "by itself". Use another optimizer, such as AdamW'
                 )

@@ -235,7 +235,7 @@ class Copies:
 
     @mended
     def _copy(self, unit: Unit, indices: Sequence[int]) -> list[Tensor]:
-        self.calls.refuse_others(f"a use of {unit.layout.slots[indices[0]].name}")
+        self.calls.refuse_others(f"access to {unit.layout.slots[indices[0]].name}")
         with torch.no_grad():
             unit.unshard()
             values = [unit.views[k].clone() for k in indices]

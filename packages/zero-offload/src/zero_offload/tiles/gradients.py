@@ -169,7 +169,7 @@ class GradientStore:
         if held is None and start < stop:
             raise OffloadError(
                 f"{self._plan.units[i].spec.name} has received no gradient since the last update: run a backward "
-                "before reading or writing it"
+                "before reading or writing its gradient"
             )
         dtype = held or torch.float32
         for tile in self.kept[i]:
