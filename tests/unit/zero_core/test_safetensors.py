@@ -120,7 +120,7 @@ def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:
         safetensors.open_index(tmp_path)
     save_file({"b": TENSORS["b"]}, tmp_path / "two.safetensors")
     assert set(safetensors.open_index(tmp_path)) == {"a", "b"}
-    lacks = r"lists tensors that its files lack \(lost\).*fetch all again"
+    lacks = r"lists tensors its files lack \(lost\).*fetch all again"
     for name, file, told in (("lost", "one.safetensors", lacks), ("a", "../one.safetensors", "not in its folder")):
         index.write_text(json.dumps({"weight_map": {name: file}}))
         with pytest.raises(PretrainedError, match=told):

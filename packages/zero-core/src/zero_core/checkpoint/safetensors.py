@@ -160,9 +160,7 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
         )
     headers = {f: read_header(folder / f) for f in files}
     if lost := [n for n, f in weight_map.items() if n not in headers[f]]:
-        raise PretrainedError(
-            f"{index_path} lists tensors that its files lack ({', '.join(lost[:8])}): fetch all again"
-        )
+        raise PretrainedError(f"{index_path} lists tensors its files lack ({', '.join(lost[:8])}): fetch all again")
     return {n: headers[f][n] for n, f in weight_map.items()}
 
 
