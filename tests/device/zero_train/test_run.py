@@ -205,7 +205,7 @@ def test_a_device_with_less_memory_than_it_was_said_to_have_ends_the_run_with_a_
     module.empty_cache()
     module.set_per_process_memory_fraction(0.0, device)
     try:
-        with pytest.raises(RunError, match=r"of the budget are not there\. .* smaller than hardware\.device_gib=1: "):
+        with pytest.raises(RunError, match=r"budget are not available\. .* smaller than hardware\.device_gib=1: "):
             trained(tmp_path / "run", *on, *small(1))
     finally:
         module.set_per_process_memory_fraction(1.0, device)

@@ -29,14 +29,14 @@ def backward(net):
     net(torch.ones(1, 4)).sum().backward()
 
 
-@pytest.mark.advice("as fields of Hardware, such as", "needs units that are recomputed, and")
+@pytest.mark.advice("set fields of Hardware, such as", "needs units that are recomputed, and")
 @pytest.mark.parametrize(
     ("wrong", "advice", "ways"),
     [
         (lambda: Hardware(nvme_read_gbps=0), "leave it out if it is not known", [lambda: Hardware()]),
         (
             lambda: Hardware(tiers={"nvme": {"gib": 3}}),
-            "give figures of nvme as fields of Hardware, such as nvme_gib",
+            "tiers cannot describe nvme; set fields of Hardware, such as nvme_gib",
             [lambda: Hardware(nvme_gib=3, tiers={"nvme": {}})],
         ),
         (

@@ -291,7 +291,7 @@ def test_targets_are_a_name_or_several_or_a_pattern_and_rslora_divides_by_the_ro
 
 
 @pytest.mark.advice(
-    "; change trl.*, run.* or task.*", "names no {}: {}; write MODULE", "is not a {}; write MODULE",
+    "; set them with trl.NAME=…, or", "names no {}: {}; write MODULE", "is not a {}; write MODULE",
     "TRL refuses its settings",
 )  # fmt: skip
 @pytest.mark.promise("trl-settings")
@@ -371,7 +371,7 @@ def test_a_template_that_cannot_be_read_is_told(model, tmp_path, capsys):
     assert marking(model, file) and main(given) == 0
 
 
-@pytest.mark.advice("leaves an answer out, and {} has several")
+@pytest.mark.advice("leaves an answer out, so all rows must end with their only answer; split")
 @pytest.mark.promise("marks")
 def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys):
     """Fails if an answer is learned from, of which the row says that it is not; or what is advised does not work."""
@@ -389,10 +389,13 @@ def test_marks_against_learning_are_followed_or_refused(model, tmp_path, capsys)
         read = answers.mapped(row_sets.load(chosen), tokenizer, model, chosen)
         assert read.training[3]["prompt"] == rows[3][:3] and read.training[3]["completion"] == rows[3][3:]
     assert main([*given, "task.loss_on=everything"]) == 2
-    assert "has `weight` 0 in message 2 of `messages`, but `messages` is trained on" in capsys.readouterr().err
+    assert (
+        "has `weight` 0 in message 2 of `messages`, but this task trains on all of `messages`"
+        in capsys.readouterr().err
+    )
     rows[5] = [{key: value for key, value in message.items() if key != "weight"} for message in rows[5]]
     written(data, ({"messages": row} for row in rows))
-    assert f"leaves an answer out, and {data}, line 6 has several to learn" in refused(given, capsys)
+    assert f"all rows must end with their only answer; split {data}, line 6 into rows" in refused(given, capsys)
     pairs = [{"messages": row[:2] if at == 5 else row} for at, row in enumerate(rows)]
     written(data, [*pairs, {"messages": rows[5]}][:40])
     assert main(given) == 0
@@ -407,8 +410,7 @@ def test_answers_that_trl_would_not_find_are_refused_with_their_line(model, tmp_
     data.write_text("\n".join(lines) + "\n")
     given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
     said = refused(given, capsys)
-    assert f"the chat template of model.path={model} has no {{% generation %}}" in said
-    assert f"{data}, line 5 has" in said
+    assert f"{data}, line 5 has several answers to learn, which neither the chat template of model.path={model}" in said
     assert main([*given, "task.loss_on=everything"]) == 0
     assert main([*given, f"data.chat_template={marking(model, tmp_path / 'chat.jinja')}"]) == 0
     pairs = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
@@ -417,7 +419,7 @@ def test_answers_that_trl_would_not_find_are_refused_with_their_line(model, tmp_
     assert not results(tmp_path / "run")
 
 
-@pytest.mark.advice("bring them back, or continue from its weights")
+@pytest.mark.advice("bring its rows back, or continue from its weights")
 @pytest.mark.promise("finetune-0-2")
 def test_a_fine_tune_of_0_2_goes_on_from_its_weights(model, tmp_path, capsys):
     """Fails if other rows are drawn in silence, or what the sentence offers is refused."""
@@ -427,7 +429,7 @@ def test_a_fine_tune_of_0_2_goes_on_from_its_weights(model, tmp_path, capsys):
     (tmp_path / "old" / "data.json").write_text('{"digest": "40 rows with SHA-256 0"}')
     before = losses(tmp_path / "old")
     said = refused([*given, "run.resume=auto"], capsys)
-    assert f"bring them back, or continue from its weights with run.resume={tmp_path / 'old'} and another" in said
+    assert f"bring its rows back, or continue from its weights with run.resume={tmp_path / 'old'} and another" in said
     more = words(model, data, tmp_path / "new", "offload=host", f"run.resume={tmp_path / 'old'}")
     assert main(more) == 0
     assert losses(tmp_path / "new")[0] < before[0]

@@ -84,7 +84,7 @@ def test_folders_that_an_error_asks_for_are_taken(tmp_path):
         assert found(tmp_path / "new", "run.resume=auto") is None
 
 
-@pytest.mark.advice("is after step {} of {}; raise", ", or continue it after step")
+@pytest.mark.advice("was saved after step {}, and this run ends at {}; raise", ", or continue it after step")
 @pytest.mark.parametrize(
     ("changed", "differs"),
     [
@@ -148,7 +148,8 @@ def test_another_text_under_the_same_name_is_told(tmp_path, capsys):
     trained(tmp_path / "run", *options)
     (tmp_path / "text").write_text("four five six " * 200)
     with pytest.raises(
-        ConfigError, match=r"run\.resume=auto: the text differs .*bring that text back, .*on purpose with run\.resume="
+        ConfigError,
+        match=r"run\.resume=auto: the text differs .*restore the saved run's text, .* with run\.resume=",
     ):
         trained(tmp_path / "run", *options, "run.resume=auto", "run.steps=5")
     (tmp_path / "text").write_text("one two three " * 200)

@@ -284,7 +284,7 @@ def test_it_learns_on_the_device_and_has_the_same_bits_on_host_and_nvme(here):
 
 
 @pytest.mark.promise("train-own-optimizer")
-@pytest.mark.advice("give arguments that it takes", "Here that key is optim.contract, and offload=none")
+@pytest.mark.advice("give arguments that it takes", 'set optim.contract="by itself"')
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -293,7 +293,7 @@ def test_it_learns_on_the_device_and_has_the_same_bits_on_host_and_nvme(here):
         (["optim=own", "optim.target=own_optimizers:WORD"], "is not a class; write MODULE:CLASS"),
         ([*WORDS, "optim.options.sacle=1"], "unexpected keyword argument 'sacle'; give arguments that it takes"),
         (["optim=own", "optim.target=own_optimizers:Plain"], "takes no weight_decay: set optim.weight_decay=0"),
-        ([*WORDS, "offload=host"], "Normed has no .*Here that key is optim.contract, and offload=none keeps"),
+        ([*WORDS, "offload=host"], 'Normed has no .*, and offload=none. .* set optim.contract="by itself"'),
     ],
 )
 def test_what_does_not_go_is_one_line(here, more, said):

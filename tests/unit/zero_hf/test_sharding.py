@@ -184,7 +184,7 @@ def test_offload_places_what_no_kind_places_itself_and_settings_name_a_class():
         ({"zero_stage": 3}, "unknown settings (zero_stage): choose from stage, offload"),
         (["host"], "a list: give a mapping"),
         ({"param_dtype": "fp8"}, "param_dtype='fp8': choose one of None, 'bf16', 'fp16'"),
-        ({"optimizer": {"host": 0.5}}, "add up to 0.5, not to 1"),
+        ({"optimizer": {"host": 0.5}}, "; make the sum 1"),
         ({"optimizer": {"host": 0.5, "nvme": 0.5}}, "nvme_paths is empty"),
         ({"host_bytes": "4GiB"}, "host_bytes='4GiB': give a whole number of at least 0, without a unit"),
         ({"tile_numel": 0}, "tile_numel=0 must be a positive multiple of"),

@@ -96,7 +96,7 @@ def test_memory_that_the_plan_counts_on_and_the_device_does_not_give_is_said():
         "Tried to allocate 2.00 GiB. 10.00 GiB is allocated by PyTorch, 1.00 GiB is reserved by PyTorch but unallocated"
     )
     found = str(raised(small, torch.OutOfMemoryError(text)))
-    assert "63.0 GiB of the budget are not there" in found and "end it" in found
+    assert "63.0 GiB of the budget are not available" in found and "end it" in found
     assert "device_gib=80: give its real size" in found
     assert "are not there" not in str(raised(small, full()))
 

@@ -167,13 +167,13 @@ def test_the_sum_is_of_what_a_module_trains():
         ({"rows": 4, "micro_batch": None}, "rows=4 without micro_batch"),
         ({"rows": 4, "activations": "keep"}, "needs units that are recomputed"),
         ({"rows": "auto", "activations": ["keep"] * LAYERS}, "needs units that are recomputed"),
-        ({"rows": 0}, "rows=0: a number of rows"),
-        ({"rows": True}, "rows=True: a number of rows"),
-        ({"rows": "four"}, "rows='four': a number of rows"),
-        ({"micro_batch": 0}, "micro_batch=0: a number of rows"),
+        ({"rows": 0}, "rows=0 must be a whole number, 1 or more"),
+        ({"rows": True}, "rows=True must be a whole number, 1 or more"),
+        ({"rows": "four"}, "rows='four' must be a whole number, 1 or more"),
+        ({"micro_batch": 0}, "micro_batch=0 must be a whole number, 1 or more"),
         ({"tokens_at_once": 4, "micro_batch": None}, "tokens_at_once=4 without micro_batch"),
         ({"tokens_at_once": "auto", "activations": "keep"}, "needs units that are recomputed"),
-        ({"tokens_at_once": 0}, "tokens_at_once=0: a number of tokens"),
+        ({"tokens_at_once": 0}, "tokens_at_once=0 must be a whole number, 1 or more"),
     ],
 )
 def test_rows_that_cannot_be_are_refused(options, words):

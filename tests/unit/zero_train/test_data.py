@@ -19,7 +19,7 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
 @pytest.mark.advice(
     "so there is nothing to learn from; add one",
     "write one object with",
-    "is trained on as a whole; delete",
+    "but this task trains on all of",
     "but only answers are trained on; delete",
 )
 @pytest.mark.promise("bad-row", "data-shapes")
@@ -68,7 +68,7 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
         ("sft", {"prompt": " ", "completion": "a"}, 'has " " in `prompt`, which must be one string that', TEXTS),
         ("sft", {}, "has no columns, and task=sft needs", CHAT),
         ("sft", {"question": "a", "id": 3}, "has `question`, `id`, and task=sft needs", CHAT),
-        ("pretrain", CHAT, "such rows are for task=sft", {"text": "a"}),
+        ("pretrain", CHAT, "; add what is missing, or choose task=", {"text": "a"}),
         ("pretrain", {"text": True}, "has true in `text`", {"text": "a"}),
         ("dpo", {"prompt": "a", "chosen": "b"}, "task=dpo needs `prompt` and `chosen` and `rejected`, or", PAIR),
         (
@@ -94,7 +94,7 @@ def test_rows_that_are_corrected_are_read(task, found, advice, fixed):
 
 @pytest.mark.promise("marks")
 def test_with_the_loss_on_everything_no_mark_leaves_anything_out():
-    with pytest.raises(rows.Mistake, match=r"`train` false in message 1 .* `messages` is trained on as a whole"):
+    with pytest.raises(rows.Mistake, match=r"`train` false in message 1 .* trains on all of `messages`"):
         rows.read({"messages": [{**ASKED, "train": False}, SAID]}, "sft", everything=True)
 
 

@@ -137,7 +137,7 @@ def test_a_resumed_run_plans_the_steps_that_are_left():
     assert f"the run writes {left / 1e15:.2%} of the 1,000 TB" in text
 
 
-@pytest.mark.advice("save none with run.checkpoint_every=0")
+@pytest.mark.advice("save no checkpoints with run.checkpoint_every=0")
 @pytest.mark.promise("resumed-plan", "checkpoint-room-advice")
 @pytest.mark.parametrize(
     ("overrides", "done", "there", "files"),
@@ -161,7 +161,9 @@ def test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder(overrides,
     if files:
         with pytest.raises(ConfigError, match=rf"for slabs and .* for {files} checkpoints? at a time") as caught:
             planning.room(plan, composed, Ranks(), done, there)
-        assert ("keep fewer with run.keep_checkpoints=1" in str(caught.value)) == (files == 3)  # else it frees nothing
+        assert ("fewer checkpoints with run.keep_checkpoints=1" in str(caught.value)) == (
+            files == 3
+        )  # else it frees nothing
         ways = [{"checkpoint_every": 0}, *([{"keep_checkpoints": 1}] if files == 3 else [])]
         for way in ways:
             run = dataclasses.replace(composed.run, **way)

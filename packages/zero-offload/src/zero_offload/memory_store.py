@@ -215,8 +215,8 @@ class CompressedByteStore(MemoryByteStore):
         """Raises BudgetError if `total_bytes` would not fit at the ratio that was given."""
         if self.capacity_bytes is not None and total_bytes > self.capacity_bytes * self.ratio:
             raise BudgetError(
-                f"CompressedByteStore: {gib(total_bytes)} do not fit into {gib(self.capacity_bytes)} at "
-                f"ratio={self.ratio:g}; raise capacity_gib, or raise ratio if the data is known to compress that well"
+                f"CompressedByteStore: {total_bytes} bytes do not fit into {self.capacity_bytes} at ratio="
+                f"{self.ratio:g}; raise capacity_gib, or raise ratio if the data is known to compress that well"
             )
 
     def _check_room(self, wanted: int) -> None:

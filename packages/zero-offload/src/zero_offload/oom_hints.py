@@ -102,8 +102,8 @@ def _absent(plan: Plan, where: str, said: Mapping[str, int]) -> str:
     if where != Tier.DEVICE or had + said.get("asked", 0) > (1 - FRAGMENTS) * budget:
         return ""
     return (
-        f"{gib(budget - had)} of the budget are not there. Another process may use the device: end it. Or the device "
-        f"is smaller than device_gib={plan.hardware.device_gib if plan.hardware else 0:g}: give its real size"
+        f"{gib(budget - had)} of the budget are not available. Another process may use the device: end it. Or the "
+        f"device is smaller than device_gib={plan.hardware.device_gib if plan.hardware else 0:g}: give its real size"
     )
 
 

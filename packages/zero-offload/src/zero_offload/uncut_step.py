@@ -283,8 +283,8 @@ class UncutStep:
         if (now := _told(left)) != (first := _told(states)):
             told = ", ".join(sorted(name for name in now | first if now.get(name) != first.get(name)))
             raise UnsupportedOptimizerError(
-                f"{kind_of(self._optimizer)} changed states of {segment.name} after its first step ({told}), and the "
-                "tier has no memory for the new ones: let the first step make all states, or leave store= out"
+                f"{kind_of(self._optimizer)} changed the state {told} of {segment.name} after its first step, and the "
+                "store has no memory for this: let the first step make all states, or leave store= out"
             )
         for name, mine in states.items():
             if left[name].data_ptr() != mine.data_ptr():
@@ -310,8 +310,8 @@ class UncutStep:
             tile.states[name].copy_(values)
         elif bool(values.any()):
             raise UnsupportedOptimizerError(
-                f"state {name} cannot be written, because of {kind_of(self._optimizer)} the one that has the parameter "
-                "does not keep it: give the parameter to the optimizer with which the values were saved"
+                f"state {name} cannot be written: {kind_of(self._optimizer)} share the parameters, and the one of this "
+                "parameter keeps no such state; give the parameter to the optimizer with which the values were saved"
             )
 
     @property

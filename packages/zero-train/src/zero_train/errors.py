@@ -26,7 +26,7 @@ def told(said: str, *kinds: type[Exception], way_out: str = "") -> Iterator[None
     except ConfigError:  # a ValueError whose message is complete
         raise
     except kinds as error:
-        raise ConfigError(f"{said}{' '.join(str(error).split())}{way_out}") from error
+        raise ConfigError(f"{said}{' '.join(str(error).split()).rstrip('.' if way_out else '')}{way_out}") from error
 
 
 def choices(key: str, value: object, allowed: Iterable[object]) -> ConfigError:

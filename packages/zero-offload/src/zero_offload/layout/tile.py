@@ -160,7 +160,7 @@ def shares(placement: Placement, kind: str, tiers: Sequence[Tier] = TIERS) -> di
             raise PlacementError(f"{kind}: the fraction of {tier} is {share!r}, and must be a number from 0 to 1")
         found[tier] = float(share)
     if not math.isclose(sum(found.values()), 1.0, abs_tol=1e-6):
-        raise PlacementError(f"{kind}: the fractions {dict(placement)} add up to {sum(found.values()):g}, not to 1")
+        raise PlacementError(f"{kind}: {dict(placement)} adds up to {sum(found.values()):g}; make the sum 1")
     return found
 
 
@@ -198,8 +198,8 @@ def check_device_shares(parameters: Placement, gradients: Placement, optimizer: 
     states = device_share(optimizer)
     if not math.isclose(device_share(gradients), states, abs_tol=1e-6):
         raise PlacementError(
-            f"gradients={gradients!r} and optimizer={optimizer!r}: on a GPU, a unit's gradients are where its states "
-            f"are; set gradients={optimizer!r}"
+            f"gradients={gradients!r} and optimizer={optimizer!r}: on a GPU both need the same fraction on "
+            f"device; set gradients={optimizer!r}"
         )
     if device_share(parameters) < states - 1e-6:
         raise PlacementError(

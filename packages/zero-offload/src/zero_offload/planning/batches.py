@@ -35,9 +35,7 @@ class Batch:
         for name in ("micro_batch", "rows", "tokens_at_once"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(
-                    f"{name}={value!r}: a number of {'tokens' if 'tokens' in name else 'rows'}, at least 1"
-                )
+                raise ValueError(f"{name}={value!r} must be a whole number, 1 or more")
 
     @property
     def each(self) -> int:

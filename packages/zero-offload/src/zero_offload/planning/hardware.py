@@ -50,8 +50,9 @@ class HardwareError(ValueError):
 def _quantity(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise HardwareError(f"{name} is {value!r}, and must be a finite number")
-    if value < 0 or (value == 0 and not name.endswith("gib")):
-        raise HardwareError(f"{name} is {value}, which is too small; leave it out if it is not known")
+    least = "at least" if name.endswith("gib") else "above"
+    if value < 0 or (value == 0 and least == "above"):
+        raise HardwareError(f"{name} is {value}, and must be {least} 0; leave it out if it is not known")
 
 
 def _check_keys(kind: type, values: Mapping[str, Any], what: str) -> None:
@@ -145,7 +146,7 @@ class Hardware:
                 given = TierFigures(**dict(given or {}))
             given.check(name)
             if not Tier(name).stored or (name == Tier.NVME and given != TierFigures()):
-                raise HardwareError(f"tiers.{name}: give figures of {name} as fields of Hardware, such as {name}_gib")
+                raise HardwareError(f"tiers cannot describe {name}; set fields of Hardware, such as {name}_gib")
             found[name] = given
         object.__setattr__(self, "tiers", found)
 

@@ -63,7 +63,7 @@ class Memory:
             )
         if used := self._path.in_use():
             names = ", ".join(plan.units[i].spec.name for i in sorted(used))
-            raise AsleepError(f"units are in use ({names}): zero_core.sleep(model) frees them before the store sleeps")
+            raise AsleepError(f"units are in use ({names}): zero_core.sleep(model) in place of sleep() frees them")
         self._path.drain()
         values = self._values()
         try:

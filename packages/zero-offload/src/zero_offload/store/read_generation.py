@@ -39,8 +39,8 @@ def generation_layout(
                 elsewhere = tier.stored and tier != plan.durable_on
                 if tile.trainable and (elsewhere or unit.whole):
                     raise GenerationError(
-                        f"durable= keeps no trained values on {tier} (unit {unit.spec.name}); place parameters and "
-                        f'optimizer on "host" or "{plan.durable_on}", or on a GPU the parameters alone on "device"'
+                        f"durable= cannot keep the trained values of unit {unit.spec.name} on {tier}; place parameters "
+                        f'and optimizer on "host" or "{plan.durable_on}" (parameters on a GPU may be on "device")'
                     )
     trained = [unit.spec for unit in plan.units if unit.spec.trained]
     units = [
@@ -177,10 +177,11 @@ class _Kept(PinnedValues):
                 f"the run updated by {layout['step'][0]} with states {', '.join(layout['step'][1:])}, and the store "
                 f"has step={mine[0]} with {', '.join(mine[1:])}: give the `step` and the optimizer that the run had"
             )
-        if layout.get("shapes", {}) != shapes_in(step, specs):
+        was, now = layout.get("shapes", {}), shapes_in(step, specs)
+        if other := next((name for name in was | now if was.get(name) != now.get(name)), None):
             raise GenerationError(
-                f"the optimizer of the run kept states of other shapes ({layout.get('shapes', {})}) than the one "
-                "given: give it the options that the run had"
+                f"the states of {other} had shapes {was.get(other)} in the run, and have {now.get(other)} with the "
+                "optimizer given: give it the options that the run had"
             )
         generations.adopt(number, any_layout=True)
         generations.pin()

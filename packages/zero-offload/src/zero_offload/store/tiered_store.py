@@ -144,7 +144,7 @@ class TieredStore(ShardStore):
     @property
     def _made(self) -> Attached:
         if self._attached is None:
-            unattached = "the TieredStore is not attached yet: zero_core.shard(..., store=store) does it"
+            unattached = "the TieredStore is not attached yet: first call zero_core.shard(..., store=store)"
             raise ClosedError(CLOSED if self._closed else unattached)
         return self._attached
 

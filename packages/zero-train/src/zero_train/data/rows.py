@@ -189,7 +189,7 @@ def _kind(row: Mapping[str, Any], task: str) -> tuple[str, ...]:
         if set(kind) <= set(row):
             return kind
     other = next((t for t in KINDS for kind in KINDS[t] if set(kind) <= set(row)), "")
-    hint = f"; such rows are for task={other}" if other else ""
+    hint = f"; add what is missing, or choose task={other}" if other else ""
     raise Mistake(f"has {_listed(row) or 'no columns'}, and task={task} needs {_needed(task)}{hint}")
 
 
@@ -242,7 +242,7 @@ def _answer(columns: Mapping[str, Any], everything: bool) -> int:
                 if value and not counts:
                     raise Mistake(f"has {said}, but only answers are trained on; delete `{mark}` from this message")
                 if counts and not value and not chooses:
-                    raise Mistake(f"has {said}, but `{name}` is trained on as a whole; delete `{mark}` or the row")
+                    raise Mistake(f"has {said}, but this task trains on all of `{name}`; delete `{mark}` or the row")
                 counts, left_out = bool(value), said if counts and not value else left_out
             if counts:
                 learned.append(number)
@@ -252,7 +252,7 @@ def _answer(columns: Mapping[str, Any], everything: bool) -> int:
         raise Mistake(f"has {left_out}, and no other answer to learn from; delete the row")
     only = learned[0] if learned == [len(columns["messages"]) - 1] else 0
     if left_out and not only:
-        raise Mistake(f"has {left_out}, so it must end with its only trained answer; write a row for each answer")
+        raise Mistake(f"has {left_out}; such a row can train only its last message; write a row for each answer")
     return -only if left_out else only
 
 

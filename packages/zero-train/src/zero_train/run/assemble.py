@@ -130,10 +130,9 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
         if config.optim.kind == "own" and config.offload.kind == "none":
             return None  # it runs on the device, as its own class does
         if config.optim.kind == "own":
-            raise ConfigError(
-                f"optim.target={config.optim.target}: {error}. Here that key is optim.contract, and offload=none keeps "
-                "all on the device"
-            ) from error
+            text = str(error).replace('say shard(optimizer_contract="by itself")', 'set optim.contract="by itself"')
+            text = planning.keyed(text.replace("no store=", "offload=none"), config)
+            raise ConfigError(f"optim.target={config.optim.target}: {text}") from error
         raise ConfigError(
             f"optim={config.optim.kind} with precision.states={config.precision.states} cannot run on the CPU: "
             f"{error}; change one of them"
@@ -320,5 +319,5 @@ def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack, name: str
     except (OSError, ValueError, RuntimeError) as error:
         reason = planning.keyed(str(error), config)
         raise ConfigError(
-            f"no slab in offload.nvme_paths={names} with io.backend={config.io.backend}: {reason}; change one of them"
+            f"cannot use offload.nvme_paths={names} with io.backend={config.io.backend}: {reason}; change one of them"
         ) from error

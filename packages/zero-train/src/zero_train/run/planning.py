@@ -164,11 +164,9 @@ def holds_back(config: Config) -> bool:
 def refusal(error: Exception, config: Config) -> str:
     """Returns a sibling's error message in this program's keys, with the one to change added if it names none."""
     text = keyed(str(error), config)
-    if isinstance(error, zero_offload.ActivationError):
-        return f"{text}; change offload.activations"
     if any(word in text for word in ("offload.", "offload=", "zero.", "hardware.", "io.")):
         return text
-    if "activation" in text:
+    if isinstance(error, zero_offload.ActivationError) or "activation" in text:
         return f"{text}; change offload.activations"
     return f"{text}; put more on nvme with offload=nvme offload.slots=3, raise zero.stage, or train a smaller model"
 
@@ -324,9 +322,9 @@ def room(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int, there
             continue
         ways = ["name a folder on a larger disk with run.dir=… or offload.nvme_paths=[…]"]
         if new and slab + more(1) * each <= free:
-            ways.append("keep fewer with run.keep_checkpoints=1")
+            ways.append("keep fewer checkpoints with run.keep_checkpoints=1")
         if new:
-            ways.append("save none with run.checkpoint_every=0")
+            ways.append("save no checkpoints with run.checkpoint_every=0")
         if slab and run.durable is not None:
             ways.append("set run.durable=null, which halves the room of trained values")
         raise ConfigError(

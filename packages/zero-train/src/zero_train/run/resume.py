@@ -94,9 +94,9 @@ def not_past(found: Checkpoint | None, config: Config) -> None:
     """Raises ConfigError if the checkpoint is past the end of the run."""
     run = config.run
     if found is not None and found.step > run.steps:
-        given = f"run.steps={run.steps}" if run.epochs is None else f"{run.steps}, which run.epochs={run.epochs:g} has"
+        given = f"run.steps={run.steps}" if run.epochs is None else f"step {run.steps} (run.epochs={run.epochs:g})"
         raise ConfigError(
-            f"run.resume: {found.folder} is after step {found.step} of {given}; raise "
+            f"run.resume: {found.folder} was saved after step {found.step}, and this run ends at {given}; raise "
             f"{'run.steps' if run.epochs is None else 'run.epochs'}"
         )
 
@@ -287,10 +287,10 @@ def load(found: Checkpoint, engine: Assembled, config: Config, ranks: Ranks, tex
     said = []
     before = loaded.extra.get("text", text) if isinstance(loaded.extra, dict) else text
     if before != text:
-        said.append(f"the text differs from the saved run's: it is {text}, and was {before}")
+        said.append(f"the text differs from the saved run's: training and validation are {text}, and were {before}")
         if config.run.resume == "auto":
             raise ConfigError(
-                f"run.resume=auto: {said[0]}; bring that text back, or continue with this one on purpose with "
+                f"run.resume=auto: {said[0]}; restore the saved run's text, or continue with this one on purpose with "
                 f"run.resume={config.run.dir}"
             )
     unknown = OmegaConf.select(_saved(found) or OmegaConf.create(), "run.global_batch") is None

@@ -179,7 +179,7 @@ def _evaluation(config: Config) -> Refusals:
     every, keeps = run.evaluate_every, [name for name in ("keep_best", "patience") if getattr(run, name)]
     yield (
         every != "epoch" and (type(every) is not int or not 0 <= every <= 10**9),
-        f"run.evaluate_every={every} is neither a number of steps, at least 0, nor epoch",
+        f"run.evaluate_every={every} must be a number of steps, 0 or more, or epoch",
     )
     if task.kind == "grpo":
         yield (

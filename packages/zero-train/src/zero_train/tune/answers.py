@@ -46,12 +46,12 @@ def mapped(read: Rows, tokenizer: Any, folder: Path, config: Config) -> Rows:
         cut = {"function": _cut, "features": features, "remove_columns": ["messages"]}
         return read.mapped(lambda part: part.map(**cut), kind=("prompt", "completion"))
     if marked:
-        why = f"a mark in {marked} leaves an answer out, and {several} has several to learn; write a row for each"
+        why = f"{marked} leaves an answer out, so all rows must end with their only answer; split {several} into rows"
     else:
         why = (
-            f"the chat template of model.path={folder} has no {{% generation %}}, TRL knows none for it that has, and "
-            f"{several} has more than one answer to learn; name a template that has it with data.chat_template=FILE, "
-            "write a row for each answer, which it ends, or set task.loss_on=everything"
+            f"{several} has several answers to learn, which neither the chat template of model.path={folder} nor TRL's "
+            "own marks by {% generation %}; name a template that does with data.chat_template=FILE, write a row for "
+            "each answer, with the answer at its end, or set task.loss_on=everything"
         )
     raise ConfigError(f"task.loss_on=answers: {why}")
 

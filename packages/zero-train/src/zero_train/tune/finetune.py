@@ -197,8 +197,8 @@ class FineTune(train.Run):
             before = {name: json.loads(saved.read_text()).get(name) for name in now}
             if before != now:
                 raise ConfigError(
-                    f"run.resume=auto: the data differ from the saved run's, or their order, which zero-train 0.2 drew "
-                    f"otherwise: they are {now}, and were {before}; bring them back, or continue from its weights with "
+                    f"run.resume=auto: the saved run had other rows, or took them in another order (None is that of "
+                    f"zero-train 0.2): {before}, now {now}; bring its rows back, or continue from its weights with "
                     f"run.resume={self.folder} and another run.dir"
                 )
 

@@ -199,7 +199,7 @@ def arguments(config: Config, on_cpu: bool, read: Any, first: bool) -> Any:
     elif task.kind == "grpo":
         extras.named("task.reward", str(task.reward), "function")
         more["ds3_gather_for_generation"] = False
-    way_out = "; change trl.*, run.* or task.*"
+    way_out = "; set them with trl.NAME=…, or change the keys of run and task that they follow from"
     with told(f"task={task.kind}: TRL refuses its settings: ", ValueError, TypeError, way_out=way_out):
         return options(
             output_dir=str(Path(run.dir) / "checkpoints"),
