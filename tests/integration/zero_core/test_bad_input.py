@@ -111,9 +111,7 @@ def test_add_param_group_is_refused_with_the_reason():
     given = toys.sgd(model.embed.parameters())
     given.add_param_group({"params": model.blocks.parameters()})
     optimizer = zero_core.shard(model, given)
-    with pytest.raises(
-        UnsupportedOptimizerError, match="the shards are cut already. Add the group .* freeze it after shard"
-    ):
+    with pytest.raises(UnsupportedOptimizerError, match="the shards are cut already. Add the group .* before"):
         optimizer.add_param_group({"params": model.head.parameters()})
     assert len(optimizer.param_groups) == 2
 
@@ -183,7 +181,7 @@ def test_another_method_of_the_optimizer_that_was_given_is_called_before_shard_o
     for step in range(3):
         toys.loss_of(model, toys.data(step, 0)).backward()
         for each in (given, ours):
-            with pytest.raises(ZeroError, match=r"shrink\(\) of Shrinking.* or inside the optimizer's step"):
+            with pytest.raises(ZeroError, match=r"shrink\(\) of Shrinking.* or from Shrinking.step"):
                 each.shrink()
         assert not given.needs_uncut(given.param_groups[0], (2, 2))
         ours.step()
@@ -334,7 +332,7 @@ def test_a_parameter_that_a_forward_changes(change):
     model.blocks[0].up.register_forward_hook(meddle)
     with torch.no_grad():
         model(toys.data(0, 0))
-    with pytest.raises(ChangedParameterError, match=r"up.weight was \(17, 13\), .*: build a new model"):
+    with pytest.raises(ChangedParameterError, match=r"up.weight was \(17, 13\), .*: build the model again as it was"):
         model(toys.data(0, 0))
 
 
@@ -380,9 +378,8 @@ def test_nan_gradients_without_loss_scaling(stage):
 def test_updates_in_backward_refuse_what_they_cannot_honour():
     unused = {"stage": 0, "find_unused_parameters": True}
     options = {"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"stage": 1}, unused
-    ways = [f"{name}.*Leave one of the two out" for name in ("max", "loss", "find")]
-    for option, told in zip(options, [*ways[:2], "stage=1.*Use stage 0, 2 or 3", ways[2]], strict=True):
-        with pytest.raises(StageError, match=f"cannot be combined with {told}"):
+    for option, name in zip(options, ("max", "loss", ".*use stage 0, 2 or 3", "find"), strict=True):
+        with pytest.raises(StageError, match=f"cannot be combined with {name}.*Leave one of the two out"):
             sharded(update_in_backward=True, **option)
     model, _ = sharded(update_in_backward=True)
     toys.loss_of(model, toys.data(0, 0)).backward()

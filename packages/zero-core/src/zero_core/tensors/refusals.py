@@ -100,7 +100,7 @@ def replace_optimizer(optimizer: torch.optim.Optimizer, sharded: torch.optim.Opt
             refusal = optimizer.__dict__[name] = _refusal(
                 optimizer,
                 f"{name}() of {kind} was called after zero_core.shard, which moved gradients and states into shards: "
-                f"call {name}() before zero_core.shard, or inside the optimizer's step()",
+                f"call {name}() before zero_core.shard, or from {kind}.step()",
             )
             if not hasattr(sharded, name):
                 sharded.__dict__[name] = refusal

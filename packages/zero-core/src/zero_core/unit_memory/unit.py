@@ -139,7 +139,7 @@ class Unit(UnitMemory):
                 if parameter.dtype is not self.dtype or parameter.shape != slot.shape:
                     raise ChangedParameterError(
                         f"{slot.name} was {slot.shape}, {self.dtype} when the model was sharded and is now "
-                        f"{tuple(parameter.shape)}, {parameter.dtype}: build a new model, and shard that"
+                        f"{tuple(parameter.shape)}, {parameter.dtype}: build the model again as it was, and shard it"
                     )
             for composite in self.composites:
                 composite.open(self.index)
