@@ -267,7 +267,7 @@ def test_experts_whose_blocks_would_overlap_stay_in_16_bits_with_a_warning(tmp_p
     assert isinstance(experts.gate_up_proj, FourBit) and type(experts.down_proj) is nn.Parameter
 
 
-@pytest.mark.advice("leave the layer as it is, and name it in llm_int8_skip_modules")
+@pytest.mark.advice("leave the layer unquantised: name it in llm_int8_skip_modules")
 def test_layers_that_are_left_out_stay_as_they_are_and_a_new_one_is_not_quantised(folder, tmp_path):
     """Fails if the advice does not hold."""
     skip = ["model.layers.1.mlp.experts", "lm_head", "q_proj"]

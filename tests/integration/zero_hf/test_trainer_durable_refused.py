@@ -99,7 +99,7 @@ def test_another_checkpoint_is_refused(tmp_path, way_out):
     _, logs = train(Sharded, tmp_path / "other", frozen(), zero=plain(tmp_path), **GIVEN | saving)
     elsewhere = str(tmp_path / "other" / "checkpoint-4")
     interrupted(tmp_path, 6, build=frozen)
-    said = r"other/checkpoint-4, is not this run's last step, which is in run-.*slab in"
+    said = r"other/checkpoint-4, but the last step of this run is in run-.*slab in"
     refused(tmp_path, said, frozen, resume=elsewhere).end()
     tiles = durable(tmp_path, tile_numel=2 << 20)
     refused(tmp_path, r"the last step of this run is in .*run/checkpoint-5: leave", frozen, tiles, elsewhere).end()

@@ -219,6 +219,7 @@ def test_a_beginning_that_changes_the_base_is_merged_as_peft_merges_it(tmp_path,
         torch.testing.assert_close(answers(tmp_path / "out"), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.advice("Or save the adapter as plain LoRA")
 def test_a_beginning_that_peft_does_not_repeat_is_refused_and_each_way_out_merges(tmp_path):
     """Fails if B A is added to weights that it was not trained beside, or if a way out gives another model."""
     adapted, wanted = trained(tmp_path, "pissa_niter_4")

@@ -104,16 +104,14 @@ def _config(adapter: Path) -> dict[str, Any]:
     if init not in _BASE_UNCHANGED + _CHANGED_AGAIN:
         raise ConfigError(
             f"{adapter} has {key}={init}. PEFT then changed the base weights before training, and the base folder has "
-            f"the unchanged weights. {_TRAINED}"
+            "the unchanged weights. Call merge_and_unload() and save_pretrained() on the trained model"
+            f"{'' if init == 'loftq' else _AS_LORA}"
         )
     return {**{name: config.get(name, False) for name in _FORMULA}, key: init}
 
 
 _OTHERS = "load base and adapter with PEFT, and call merge_and_unload() and save_pretrained()"
-_TRAINED = (
-    "Call merge_and_unload() and save_pretrained() on the trained model. Or, except for loftq, save the adapter as "
-    "plain LoRA, with PEFT's path_initial_model_for_weight_conversion, and merge that folder"
-)
+_AS_LORA = ". Or save the adapter as plain LoRA, with PEFT's path_initial_model_for_weight_conversion, and merge it"
 
 
 @dataclass(frozen=True)

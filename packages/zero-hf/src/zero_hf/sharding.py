@@ -76,7 +76,7 @@ class Run:
             return True
         try:
             if self._closed:
-                raise ZeroError("end() needs the values that close() has freed. Call end() before close()")
+                raise ZeroError("end() after close(), which has freed its values. Call end() before close()")
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             zero_core.unshard(self.model)
@@ -275,8 +275,7 @@ def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
     if config.offloads:
         kept_states(optimizer, torch.device("cpu"))  # raises for one that does not run on the device either
         raise ConfigError(
-            f"{type(optimizer).__name__} has no update on the host: {reason}. Take one that has, or write offload: "
-            f"none. {IN_A_TRAINER}"
+            f"{type(optimizer).__name__} has no update on the host: {reason}. Or write offload: none. {IN_A_TRAINER}"
         )
     return None
 

@@ -276,8 +276,8 @@ class Quantiser:
                 source = values.pop(f"{path}.{name}", None)
                 if source is None:
                     raise ConfigError(
-                        f"{path}.{name} is not in the files, and a new value cannot be quantised: leave the layer as "
-                        "it is, and name it in llm_int8_skip_modules of quantization_config"
+                        f"{path}.{name} is not in the files, and a new value cannot be quantised: leave the layer "
+                        "unquantised: name it in llm_int8_skip_modules of quantization_config"
                     )
                 whole = source.read(0, parameter.numel()).to(self.dtype).view(parameter.shape)
                 made: Any = nn.Parameter(whole, requires_grad=False)

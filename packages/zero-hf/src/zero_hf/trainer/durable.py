@@ -109,7 +109,7 @@ class DurableTrainer(Trainer):
         known = (self._zero_made, self._zero_last_checkpoint(any_run=True))
         if Path(self._zero_asked).absolute() not in [Path(each).absolute() for each in known if each is not None]:
             raise ConfigError(
-                f"resume_from_checkpoint={self._zero_asked} is not this run's last step, which is in {where}: leave "
+                f"resume_from_checkpoint={self._zero_asked}, but the last step of this run is in {where}: leave "
                 f"resume_from_checkpoint out to continue after that step, or remove {where}"
             )
 

@@ -53,7 +53,7 @@ def refuse_another(output_dir: str, before: Mapping[str, str], now: Mapping[str,
         listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {now.get(n, 'not there')}" for n in differ[:5])
         raise ConfigError(
             f"output_dir={output_dir} has steps of a run with other settings ({listed}). To continue that run, set "
-            f"them back. To begin a new run, name another output_dir, or remove {where} and the checkpoints in "
+            f"them back. To begin a new run, name another output_dir, or remove {where} and all checkpoints in "
             "output_dir"
         )
 
