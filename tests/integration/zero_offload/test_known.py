@@ -103,7 +103,7 @@ def patched(block: nn.Module) -> None:
     [
         (subclassed, "unit model.layers.0 is a Mine, and rows= .* name it with row_modules=", ""),
         (replaced, "contains mlp.act_fn, a Swapped", "has no effect in unit model.layers.0"),
-        (patched, "has a changed mlp.forward, not that of LlamaMLP", "has no effect in unit model.layers.0"),
+        (patched, "replaces the forward of LlamaMLP mlp", "has no effect in unit model.layers.0"),
     ],
 )
 def test_a_block_that_is_not_transformers_own_takes_parts_if_it_is_named(change, rows, tokens):

@@ -236,7 +236,7 @@ def test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or
         assert all(map(torch.equal, found, expected)), kind
 
 
-@pytest.mark.advice("and not in its first call in this mode")
+@pytest.mark.advice("but not in its first call in this mode")
 def test_a_write_that_the_first_call_did_not_do_is_refused(large):
     model, optimizer = kit.sharded(Model("later"))
     with offload_activations(model):

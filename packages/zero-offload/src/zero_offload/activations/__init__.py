@@ -80,7 +80,7 @@ def _of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: Tie
         found = {name: next((p for k, p in policy.items() if fnmatchcase(name, k)), "keep") for name in names}
     else:
         if len(policy) != len(names):
-            raise ActivationError(f"policies: {len(policy)}, units: {len(names)}; give one policy, or one per unit")
+            raise ActivationError(f"policies: {len(policy)}, units: {len(names)}; give one per unit, or one as a str")
         found = dict(zip(names, policy, strict=True))
     for chosen in {policy} if isinstance(policy, str) else set(found.values()):
         if chosen not in known:

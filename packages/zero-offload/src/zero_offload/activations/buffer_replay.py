@@ -66,8 +66,8 @@ class Buffers:
             self._written.add(place)
             if place not in before.copies:
                 raise ActivationError(
-                    f"unit {self._unit} wrote into its {self._name(place)} in forward, and not in its first call in "
-                    "this mode, train or eval, so its old value has no copy: give the unit the policy 'keep'"
+                    f"unit {self._unit} wrote into its {self._name(place)} in forward, but not in its first call in "
+                    "this mode (train or eval), so the old value was not kept: give the unit the policy 'keep'"
                 )
         self._seen.add(self._module.training)
         found.update(self._found(before))

@@ -255,7 +255,7 @@ def _refuse_caches(unit: str, kwargs: Mapping[str, Any], leaves: Iterable[Any]) 
     for cache in caches:
         raise ActivationError(
             f"unit {unit} was given {cache}, which recomputation would write to a second time; "
-            "train with use_cache=False (model.config.use_cache = False), or give the unit the policy 'keep'"
+            "train with use_cache=False (model.config.use_cache = False), or give this unit the policy 'keep'"
         )
 
 

@@ -94,6 +94,6 @@ def stranger(module: nn.Module, option: str, named: Container[nn.Module], path: 
     file = file or kind.__module__
     foreign = kind.__module__ == file and inspect.unwrap(kind.forward).__module__ != file
     if foreign or "forward" in module.__dict__:
-        return f"has a changed {path and path + '.'}forward, not that of {kind.__name__}"
+        return f"replaces the forward of {kind.__name__}{path and ' ' + path}"
     inside = ((f"{path}.{child}".lstrip("."), each) for child, each in module.named_children())
     return next(filter(None, (stranger(each, option, named, at, file) for at, each in inside)), "")
