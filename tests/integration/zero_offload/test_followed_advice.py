@@ -57,7 +57,7 @@ def backward(net):
         ),
         (
             lambda: plan([8, 8], activations=["keep"], tokens=8),
-            "policies: 1, units: 2; give one per unit, or one as a str",
+            "1 activation policies for 2 units: give one per unit, or one as a str",
             [lambda each=each: plan([8, 8], activations=each, tokens=8) for each in ("keep", ["keep", "recompute"])],
         ),
         (
