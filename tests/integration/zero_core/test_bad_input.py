@@ -181,7 +181,7 @@ def test_another_method_of_the_optimizer_that_was_given_is_called_before_shard_o
     for step in range(3):
         toys.loss_of(model, toys.data(step, 0)).backward()
         for each in (given, ours):
-            with pytest.raises(ZeroError, match=r"shrink\(\) of Shrinking.* or from Shrinking.step"):
+            with pytest.raises(ZeroError, match=r"shrink\(\) of Shrinking.* or from Shrinking"):
                 each.shrink()
         assert not given.needs_uncut(given.param_groups[0], (2, 2))
         ours.step()
@@ -378,8 +378,11 @@ def test_nan_gradients_without_loss_scaling(stage):
 def test_updates_in_backward_refuse_what_they_cannot_honour():
     unused = {"stage": 0, "find_unused_parameters": True}
     options = {"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"stage": 1}, unused
-    for option, name in zip(options, ("max", "loss", ".*use stage 0, 2 or 3", "find"), strict=True):
-        with pytest.raises(StageError, match=f"cannot be combined with {name}.*Leave one of the two out"):
+    one = ".*Leave one of the two out"
+    for option, said in zip(
+        options, (f"max{one}", f"loss{one}", "stage=1.* Use stage 0, 2 or 3", f"find{one}"), strict=True
+    ):
+        with pytest.raises(StageError, match=f"cannot be combined with {said}"):
             sharded(update_in_backward=True, **option)
     model, _ = sharded(update_in_backward=True)
     toys.loss_of(model, toys.data(0, 0)).backward()

@@ -152,7 +152,7 @@ def test_a_run_whose_last_step_was_saved_takes_no_step_either(tmp_path):
     assert later.losses == [] and again.state.global_step == 8
     same(weights(again.model), expected)
     again.end()
-    said = r"steps of a run with other settings \(weight_decay was 0.0, is 1\).*checkpoint-8 and the checkpoints"
+    said = r"steps of a run with other settings \(weight_decay was 0.0, is 1\).*checkpoint-8 and all checkpoints"
     refused(tmp_path, said, **given, weight_decay=1)
 
 

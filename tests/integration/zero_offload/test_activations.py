@@ -245,7 +245,7 @@ def test_blocks_that_share_a_parameter_follow_together():
     ("policy", "message"),
     [
         ("disk", "'disk' is not an activation policy; policies are keep, recompute, host, nvme"),
-        ({"layer.*": "host"}, "no unit is called 'layer.\\*'; units: embedding, layers.0"),
+        ({"layer.*": "host"}, "no unit matches 'layer.\\*'. Name one of: embedding, layers.0"),
         (["keep"], "policies: 1, units: 6.*; give one per unit, or one as a str"),
         ({"layers.*": "away"}, "'away' is not an activation policy"),
     ],

@@ -279,7 +279,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
             raise
         return model, optimizer, store, disk
 
-    with pytest.raises(GenerationError, match='on tape .* place parameters and optimizer on "host" or "nvme"'):
+    with pytest.raises(GenerationError, match='of unit 0 on tape; place parameters and optimizer on "host" or "nvme"'):
         begun(states="tape", tiers={"tape": MemoryByteStore()})
     model, optimizer, _, disk = begun()
     with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) after shard\(\)"):

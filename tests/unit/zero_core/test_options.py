@@ -148,7 +148,7 @@ def test_an_option_that_decides_what_is_needed_whole_stays(first, then):
     optimizer = zero_core.shard(model, optimizer)
     train(model, optimizer, {}, steps=1)
     values = kit.values(model)[0]
-    with pytest.raises(UnsupportedOptimizerError, match="an option in param_groups of Rows changed .* Set it back"):
+    with pytest.raises(UnsupportedOptimizerError, match="an option of Rows changed .* Set it back"):
         train(model, optimizer, {0: {"largest": then}}, steps=1)
     assert torch.equal(kit.values(model)[0], values)
     train(model, optimizer, {0: {"largest": first}}, steps=1)  # the way out
