@@ -372,6 +372,7 @@ def test_the_shape_of_a_view_is_a_size():
     torch.testing.assert_close(svd.S, expected.S)
 
 
+@pytest.mark.advice("Pass a clone, from_dlpack(p")
 @pytest.mark.promise("old-views")
 @pytest.mark.parametrize("take", [torch.from_dlpack, np.from_dlpack])
 def test_dlpack_is_given_a_clone(take):

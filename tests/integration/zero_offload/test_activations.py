@@ -241,6 +241,7 @@ def test_blocks_that_share_a_parameter_follow_together():
     assert found == (kept[0], 2 * LAYERS)
 
 
+@pytest.mark.advice(". Name one of: {}")
 @pytest.mark.parametrize(
     ("policy", "message"),
     [

@@ -30,6 +30,7 @@ def backward(net):
 
 
 @pytest.mark.advice("set fields of Hardware, such as", "needs units that are recomputed, and")
+@pytest.mark.advice("give one per unit, or one as a str")
 @pytest.mark.parametrize(
     ("wrong", "advice", "ways"),
     [
