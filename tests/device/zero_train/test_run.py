@@ -118,7 +118,7 @@ def small(gib):
     return ("offload=auto", f"hardware.device_gib={gib}", "+hardware.device_reserved_gib=0")
 
 
-@pytest.mark.advice("To plan it anew after its last")
+@pytest.mark.advice("To make a new plan after its")
 @pytest.mark.promise("planned-again", "update-share")
 def test_a_run_of_auto_that_goes_on_beside_another_card_keeps_its_plan(run, on, device, needs_device, tmp_path):
     """Fails if a tile is updated on the GPU before and on the CPU after, or the other way round: its bits differ."""
@@ -128,7 +128,10 @@ def test_a_run_of_auto_that_goes_on_beside_another_card_keeps_its_plan(run, on, 
     assert whole.digest != run(*small(0.015))[0].digest, "the share decides nothing here"
     with stopped_after(2):
         first = trained(folder, *on, *small(0.015), share, saved)
-    with pytest.raises(ConfigError, match=r"device tier needs .* run\.resume=auto continues\. To plan it anew .*"):
+    with pytest.raises(
+        ConfigError,
+        match=r"device tier needs .* run\.resume=auto continues has these placements\. To make a new plan .*",
+    ):
         trained(folder, *on, *small(0.008), saved, "run.resume=auto")
     other = shutil.copytree(folder, tmp_path / "other")
     assert len(trained(other, *on, *small(0.008), saved, f"run.resume={other}", "offload.update_share=0").losses) == 2

@@ -68,7 +68,7 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
         ("sft", {"prompt": " ", "completion": "a"}, 'has " " in `prompt`, which must be one string that', TEXTS),
         ("sft", {}, "has no columns, and task=sft needs", CHAT),
         ("sft", {"question": "a", "id": 3}, "has `question`, `id`, and task=sft needs", CHAT),
-        ("pretrain", CHAT, "; add what is missing, or choose task=", {"text": "a"}),
+        ("pretrain", CHAT, "; add the missing columns, or choose task=", {"text": "a"}),
         ("pretrain", {"text": True}, "has true in `text`", {"text": "a"}),
         ("dpo", {"prompt": "a", "chosen": "b"}, "task=dpo needs `prompt` and `chosen` and `rejected`, or", PAIR),
         (

@@ -145,7 +145,7 @@ class _Opened:
         states = [prefix + optimizer.format(rank) for rank in range(self.world_size)]
         absent, more = sorted({*models, *states} - here), sorted(here - {*models, *states})
         self._need(not absent, f"absent files of its {self.world_size} ranks: {', '.join(absent)}")
-        self._need(not more, f"files of another run, or of pipeline, tensor or expert parallelism: {', '.join(more)}")
+        self._need(not more, f"files of another run, or of unsupported (tensor) parallelism: {', '.join(more)}")
         self.models = [first, *(read_plain(folder / name, inert) for name in models[1:])]
         self.states = [read_plain(folder / name, inert)["optimizer_state_dict"] for name in states]
         inner = "optimizer_state_dict" if self.partitioned else "base_optimizer_state"

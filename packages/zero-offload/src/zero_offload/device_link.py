@@ -1,9 +1,9 @@
-"""Copies units to a discrete device, gradients from it to the host, and uncut tiles there and back for their update.
+"""Copies units to a discrete device, gradients from it to the host, and tiles there and back for their update.
 
 Owns the uploads that have not begun, the landing buffers on the device, the staging slots on the host, and the memory
-of uncut tiles on the device. Not here: the source of units (in tiles/parameters.py), their destination (the caller's),
-where gradients are kept, their form and their sums (in tiles/gradients.py), the thread itself (in monitor.py), the
-arithmetic: the step finds a tile's tensors on the device, and runs the optimizer's class there.
+of tiles that visit the device. Not here: the source of units (in tiles/parameters.py), their destination (the
+caller's), where gradients are kept, their form and their sums (in tiles/gradients.py), the thread itself (in
+monitor.py), the arithmetic: the step finds a tile's tensors on the device, and runs the optimizer's class there.
 
 [Note: who begins a copy]
 The training thread asks for a unit ahead of its use. The unit may still be updated, or read from nvme. Then the thread
@@ -285,7 +285,7 @@ class Downloads:
 
 
 class Visits:
-    """The visits of one store's uncut tiles. Only the update thread calls it."""
+    """The visits of one store's tiles to the device. Only the update thread calls it."""
 
     def __init__(self, streams: Streams, in_flight: InFlight) -> None:
         self._streams, self._in_flight = streams, in_flight

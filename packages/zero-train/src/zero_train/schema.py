@@ -236,8 +236,8 @@ class OffloadConfig:
     """Written by offload=auto beside a GPU: each rank's placements. run.resume=auto keeps them on as many ranks, since
     a GPU's updates have other bits than a CPU's."""
     update_share: Optional[float] = number(None, at_least=0, at_most=1)
-    """The part of the tiles with states outside of a GPU that the GPU updates. null: that of the run which
-    run.resume=auto continues, or hardware.update_share, or 0."""
+    """The part of the tiles with states outside of a GPU that the GPU updates. null: as before in a run that
+    run.resume=auto continues, else hardware.update_share, or 0."""
     nvme_paths: Any = field(default_factory=list)
     """Folders that hold the slab, one file in each. `{local_rank}` is filled in. Empty: the run folder."""
     tiers: dict[str, Any] = field(default_factory=dict)

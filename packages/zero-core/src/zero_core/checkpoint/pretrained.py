@@ -140,7 +140,9 @@ def fill(model: nn.Module, values: Mapping[str, Source]) -> None:
             continue
         recording = recording_of(owners[id(tensor)])
         if recording is None or not recording.knows(tensor):
-            raise PretrainedError(f"{named.name} is on the meta device; build the model in zero_core.deferred_init()")
+            raise PretrainedError(
+                f"cannot load into {named.name} on meta: build the model in zero_core.deferred_init()"
+            )
         recording.attach(tensor, source)
     if view is not None:
         view.overwriting(values, as_built=True)

@@ -33,7 +33,7 @@ SMALL_UNIT_BYTES = 1 << 20
 LARGE_UNITS = 4  # most units, such as an embedding and a head, that have slots of their own because they are large
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
-MOST_VISITS = 3  # uncut tiles on a discrete device: one copied up, one being updated, one copied down
+MOST_VISITS = 3  # of other tiers' tiles on a discrete device: one copied up, one being updated, one copied down
 VISIT_BYTES = 24  # scratch per element of another tile that a discrete device updates: see `_adam` in torch_step.py
 STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients that cannot go straight to their place
 

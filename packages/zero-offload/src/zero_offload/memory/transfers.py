@@ -67,9 +67,9 @@ class Transfer:
         at = getattr(error, "offset", None)
         at = self._extent.offset_bytes + self._offset if at is None else at
         verb = "reading" if self.lane == "swap_in" else "writing"
+        disk = "check the disk and its free space, then " if isinstance(error, OSError) else ""
         explained = SwapError(
-            f"{verb} {self.what} failed: {path}, offset {at}, {self.buffer.nbytes} bytes: {error}; "
-            f"check the disk and its free space, then {START_AGAIN}"
+            f"{verb} {self.what} failed: {path}, offset {at}, {self.buffer.nbytes} bytes: {error}; {disk}{START_AGAIN}"
         )
         explained.errno = getattr(error, "errno", None)
         return explained

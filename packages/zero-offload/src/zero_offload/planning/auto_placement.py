@@ -9,7 +9,7 @@ state read and written once a *step*. So everything starts on the fastest tier. 
 the optimizer go down first, then gradients, then parameters. Within a kind the last tiles go first.
 
 Beside a discrete device the CPU's update may take longer than the parameters' copies, which hide behind compute. Then
-whole units leave the device instead, and more states stay there: `plan` takes what it predicts to be faster.
+whole units leave the device instead, and more states stay there: `plan` takes the faster prediction.
 """
 
 from __future__ import annotations

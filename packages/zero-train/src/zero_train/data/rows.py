@@ -189,7 +189,7 @@ def _kind(row: Mapping[str, Any], task: str) -> tuple[str, ...]:
         if set(kind) <= set(row):
             return kind
     other = next((t for t in KINDS for kind in KINDS[t] if set(kind) <= set(row)), "")
-    hint = f"; add what is missing, or choose task={other}" if other else ""
+    hint = f"; add the missing columns, or choose task={other}" if other else ""
     raise Mistake(f"has {_listed(row) or 'no columns'}, and task={task} needs {_needed(task)}{hint}")
 
 

@@ -125,7 +125,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
         )
     except (ValueError, MemoryError, RuntimeError) as error:
         kept = (
-            ". The placements are those of the run that run.resume=auto continues. To plan it anew after its last "
+            ". The run that run.resume=auto continues has these placements. To make a new plan after its last "
             f"checkpoint, with other bits, set run.resume={config.run.dir}"
         )
         raise ConfigError(refusal(error, config) + (kept if again else "")) from error
