@@ -63,7 +63,7 @@ def test_the_folder_and_the_tag_are_named(tmp_path):
             2,
             "",
             "*_model_states.pt",
-            "files of another run, or of unsupported (tensor) parallelism: mp_rank_00_model",
+            "files of another run, or of unread (pipeline, tensor or expert) parallelism: mp_rank_00_model",
         ),
         (3, "", "zero_pp_rank_2_*", "zero_pp_rank_2_mp_rank_00_model_states.pt, zero_pp_rank_2_mp_rank_00_optim"),
         (3, "*_optim_states.pt", "", "absent files of its 2 ranks: zero_pp_rank_0_mp_rank_00_optim_states.pt"),

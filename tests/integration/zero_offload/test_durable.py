@@ -262,7 +262,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     for disk, place, told in (
         (MemoryByteStore(), "nvme", "give a named one, such as zero_nvme.Slab"),
         (None, "host", r"durable= needs a named ByteStore, such as nvme=zero_nvme.Slab\(\[path\], name=..."),
-        (shared, "host", "other data, and .* has some; give the store another slab"),
+        (shared, "host", "a slab of its own, and .* has other data; give the store another slab"),
     ):
         with pytest.raises(GenerationError, match=told):
             Training(disk, place)

@@ -219,7 +219,7 @@ def test_the_steps_of_a_first_stage_are_not_those_of_a_second(tmp_path: Any) -> 
         model, disk = made(), slab("first")
         optimizer = begun(model, disk, 0)
         train(model, optimizer)
-        with pytest.raises(GenerationError, match="has some; give the store another slab"):
+        with pytest.raises(GenerationError, match="has other data; give the store another slab"):
             begun(model, disk, 0)
         train(model, optimizer)
         before, other = masters(model), slab("second")

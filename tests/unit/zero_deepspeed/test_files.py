@@ -68,7 +68,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, name):
     """Files of pipeline and tensor parallelism and of experts, and one of a run of more ranks."""
     write(tmp_path, 1, 1)
     (tmp_path / TAG / name).write_bytes(b"")
-    with pytest.raises(FilesError, match=f"or of pipeline, tensor or expert parallelism: {name}"):
+    with pytest.raises(FilesError, match=rf"or of unread \(pipeline, tensor or expert\) parallelism: {name}"):
         open_checkpoint(tmp_path)
 
 
@@ -85,7 +85,10 @@ def _change(path, **changes):
         ({"buffer_names": None}, "does not have the layout of DeepSpeed 0.19"),
         ({"mp_world_size": 2}, "is of a run with tensor or pipeline parallelism"),
         ({"num_experts": [4]}, "or with DeepSpeed's own experts .*: continue that run with DeepSpeed"),
-        ({"param_shapes": [{"a.weight": torch.Size([7, 5])}]}, "2 flat groups, and param_shapes lists 1"),
+        (
+            {"param_shapes": [{"a.weight": torch.Size([7, 5])}]},
+            "2 parameter groups, and .* param_shapes has 1",
+        ),
         (
             {"param_shapes": [{"a.weight": torch.Size([7, 5])}, {"a.bias": torch.Size([9])}]},
             "flat group 0 has 70 elements, and its parameters 35",

@@ -117,7 +117,9 @@ def test_batch_sizes_follow_from_each_other(keys, batch):
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     found = translate({name: value for name, value in zip(names, keys, strict=True) if value is not None}, world_size=4)
     if batch is None:
-        assert ", and world_size=4: train_batch_size is the product" in refused(found)["train_batch_size"]
+        assert (
+            ", and world_size=4: micro-batch x accumulation steps x ranks must be" in refused(found)["train_batch_size"]
+        )
     else:
         assert not found.refused and (found.micro_batch_size, found.accumulate, found.train_batch_size) == batch
 

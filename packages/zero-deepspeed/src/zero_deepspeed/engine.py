@@ -267,7 +267,7 @@ class Engine(nn.Module):
                 written.write_text(name)
                 written.replace(Path(save_dir) / _LATEST)
             except OSError as error:
-                failed = [f"{written}: {error}; the checkpoint {name} is complete, load it by its tag"]
+                failed = [f"{name} is saved, but not named in {_LATEST} ({error}): load it with tag={name!r}"]
         dist.broadcast_object_list(failed)
         if failed[0] is not None:
             raise CheckpointError(failed[0])

@@ -145,7 +145,9 @@ class _Opened:
         states = [prefix + optimizer.format(rank) for rank in range(self.world_size)]
         absent, more = sorted({*models, *states} - here), sorted(here - {*models, *states})
         self._need(not absent, f"absent files of its {self.world_size} ranks: {', '.join(absent)}")
-        self._need(not more, f"files of another run, or of unsupported (tensor) parallelism: {', '.join(more)}")
+        self._need(
+            not more, f"files of another run, or of unread (pipeline, tensor or expert) parallelism: {', '.join(more)}"
+        )
         self.models = [first, *(read_plain(folder / name, inert) for name in models[1:])]
         self.states = [read_plain(folder / name, inert)["optimizer_state_dict"] for name in states]
         inner = "optimizer_state_dict" if self.partitioned else "base_optimizer_state"
@@ -229,7 +231,7 @@ class _Opened:
         nested, flats = self.inner[0], range(len(self.shapes))
         saved = nested["param_groups"] if isinstance(nested, dict) else [{"params": [i]} for i in flats]
         of_group = {flat: g for g, group in enumerate(saved) for flat in group["params"]}
-        fact = f"the optimizer has {len(of_group)} flat groups, and param_shapes lists {len(flats)}"
+        fact = f"the optimizer has {len(of_group)} parameter groups, and the model's param_shapes has {len(flats)}"
         self._need(sorted(of_group) == list(flats), fact)
         groups = [{key: _read(value) for key, value in group.items() if key not in _HOW} for group in saved]
         section = self.config.get("optimizer") or {}

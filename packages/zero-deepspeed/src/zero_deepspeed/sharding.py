@@ -120,6 +120,6 @@ def _slab(paths: tuple[str, ...], stack: ExitStack) -> Any:
                 os.mkdir(folder)
         return stack.enter_context(nvme.Slab(folders))
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to nvme_path: {error}. Name a folder on a mounted drive; its parent must exist"
-        ) from error
+        said = str(error).replace("allow_memory=True", 'device "cpu"')
+        how = "" if ";" in said else "; name a folder on a mounted drive, whose parent exists"
+        raise ConfigError(f"cannot write to the nvme_path {folders}: {said}{how}") from error

@@ -185,7 +185,7 @@ def loaded(config: Given) -> Mapping[str, Any]:
             return found
         raise ValueError(f"it holds a {type(found).__name__}")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}. The path must be of a DeepSpeed JSON file, without comments") from error
+        raise ConfigError(f"{where} must be a JSON object without comments: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -262,8 +262,8 @@ def _batch(read: Reading, ranks: int) -> tuple[int | None, int | None, int | Non
         said = ", ".join(f"{key}={value}" for key, value in zip(keys, given, strict=True) if value is not None)
         read.refuse(
             keys[2],
-            f"{said}, and world_size={ranks}: train_batch_size is the product of the micro-batch, the accumulation "
-            "steps and the ranks. Leave one of them out, or pass the number of ranks as world_size=",
+            f"{said}, and world_size={ranks}: micro-batch x accumulation steps x ranks must be train_batch_size, and "
+            f"is {micro * accumulate * ranks}. Leave one of the keys out, or pass the number of ranks as world_size=",
         )
     return micro, accumulate, total
 

@@ -312,9 +312,8 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
                 "or end the other run first"
             ) from error
         said = str(error).replace("allow_memory=True", "offload: host")
-        raise ConfigError(
-            f"cannot write to nvme_paths={paths}: {said}. Name a folder on a mounted drive; its parent must exist"
-        ) from error
+        how = "" if ";" in said else "; name a folder on a mounted drive, whose parent exists"
+        raise ConfigError(f"cannot write to nvme_paths={paths}: {said}{how}") from error
 
 
 def _paths(config: ZeroConfig, local_rank: int | None = None) -> list[str]:

@@ -130,7 +130,7 @@ class Place(Home):
         engine = self.engine
         if "unscale" in operation:  # torch.amp.GradScaler
             if engine.loss_scale is not None:
-                return "loss_scale= of zero_core.shard scales the loss already. Leave the GradScaler out"
+                return "loss_scale=, given to zero_core.shard, scales the loss already. Leave the GradScaler out"
             return 'a GradScaler cannot unscale shards. Leave it out, and pass loss_scale="dynamic" to zero_core.shard'
         if operation.rpartition(".")[2].endswith("zero_"):
             return "its shards are freed, not zeroed. Call optimizer.zero_grad() instead"

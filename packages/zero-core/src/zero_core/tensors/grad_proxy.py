@@ -44,8 +44,8 @@ class HeldGradient(Tensor):
     def check(self) -> None:
         if not self.stamp.alive():
             raise GradientError(
-                f"{self.home.name}.grad from before a step() or zero_grad() is used: the optimizer has consumed that "
-                "gradient. Ask for p.grad again after backward(), or keep a copy, p.grad.clone()"
+                f"this {self.home.name}.grad was read before a step() or zero_grad(), which freed the gradient. Read "
+                "p.grad again after backward(), or keep a copy, p.grad.clone()"
             )
 
     @classmethod
@@ -63,7 +63,7 @@ class HeldGradient(Tensor):
             held.check()
             for place in held.home.places:
                 if (refusal := place.refuse(name_of(func))) is not None:
-                    raise GradientError(f"{name_of(func)} on the gradient of {held.home.name}: {refusal}")
+                    raise GradientError(f"{name_of(func)} on the gradient of {held.home.name} is refused: {refusal}")
         if func in _THE_SAME:
             return args[0]
         if (order := _order(func, args, kwargs)) is not None:

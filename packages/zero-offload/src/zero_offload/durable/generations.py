@@ -87,7 +87,7 @@ class Generations:
         """Claims a header of an earlier process, or allocates it: a process killed early may have left none."""
         nbytes = self._transfers.alignment
         others = GenerationError(
-            f"durable= needs a slab without other data, and {self._named()} has some; give the store another slab"
+            f"durable= needs a slab of its own, and {self._named()} has other data; give the store another slab"
         )
         if self._store.found:
             try:
