@@ -169,7 +169,7 @@ def test_a_file_is_given_by_its_path_without_comments(tmp_path):
     for text in (None, f"// ours\n{json.dumps(BASE)}", '{"bf16": {}, "bf16": {}}'):
         if text is not None:
             path.write_text(text)
-        with pytest.raises(ConfigError, match="must be a JSON object without comments: "):
+        with pytest.raises(ConfigError, match="is no DeepSpeed configuration, a JSON object without comments: "):
             from_deepspeed(path)
     with pytest.raises(ConfigError, match="bf16 is there twice: keep one of them"):
         from_deepspeed(path)

@@ -236,6 +236,8 @@ class Normed(torch.optim.Optimizer):
     """Moves each parameter by its momentum over the momentum's norm."""
 
     def __init__(self, params, lr, weight_decay=0.0, scale=1.0):
+        if isinstance(scale, str):
+            raise ValueError(f"scale is {scale!r}")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "scale": scale})
 
     @torch.no_grad()
@@ -254,6 +256,12 @@ class Plain(Normed):
     def __init__(self, params, lr):
         super().__init__(params, lr)
 
+class Open(Normed):
+    """Takes any argument, and passes those that its base names."""
+
+    def __init__(self, params, lr, **options):
+        super().__init__(params, lr, **{"scale": 1.0, **{k: v for k, v in options.items() if k == "scale"}})
+
 WORD = 3
 '''
 
@@ -270,6 +278,7 @@ def here(tmp_path, monkeypatch):
 WORDS = ("optim=own", "optim.target=own_optimizers:Normed", "optim.lr=0.1", "optim.options.scale=0.5")
 
 
+OPEN = ("optim=own", "optim.target=own_optimizers:Open", "optim.lr=0.1", "optim.weight_decay=0")
 ALONE = "optim.contract='by itself'"
 
 
@@ -284,14 +293,16 @@ def test_it_learns_on_the_device_and_has_the_same_bits_on_host_and_nvme(here):
 
 
 @pytest.mark.promise("train-own-optimizer")
-@pytest.mark.advice("give arguments that it takes", 'set optim.contract="by itself"')
+@pytest.mark.advice("remove it from optim.options", "give arguments that it takes", 'set optim.contract="by itself"')
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (["optim=own"], "optim.target=None names no class: .*; write MODULE:CLASS"),
         (["optim=own", "optim.target=own_optimizers:No"], "names no class: .*; write MODULE:CLASS"),
         (["optim=own", "optim.target=own_optimizers:WORD"], "is not a class; write MODULE:CLASS"),
-        ([*WORDS, "optim.options.sacle=1"], "unexpected keyword argument 'sacle'; give arguments that it takes"),
+        ([*WORDS, "optim.options.sacle=1"], "names no argument sacle: remove it from optim.options"),
+        ([*OPEN, "optim.options.sacle=1"], "names no argument sacle: remove it from optim.options"),
+        ([*WORDS, "optim.options.scale=bad"], "scale is 'bad'; give arguments that it takes"),
         (["optim=own", "optim.target=own_optimizers:Plain"], "takes no weight_decay: set optim.weight_decay=0"),
         ([*WORDS, "offload=host"], 'Normed has no .*, and offload=none. .* set optim.contract="by itself"'),
     ],

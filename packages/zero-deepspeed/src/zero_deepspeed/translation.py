@@ -185,7 +185,7 @@ def loaded(config: Given) -> Mapping[str, Any]:
             return found
         raise ValueError(f"it holds a {type(found).__name__}")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where} must be a JSON object without comments: {error}") from error
+        raise ConfigError(f"{where} is no DeepSpeed configuration, a JSON object without comments: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

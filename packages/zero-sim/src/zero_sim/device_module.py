@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -244,11 +243,7 @@ def get_sync_debug_mode() -> int:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 OutOfMemoryError = torch.OutOfMemoryError
-mem_get_info, reset_max_memory_allocated = torch.accelerator.get_memory_info, reset_peak_memory_stats
-
-
-def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
-    return "\n".join(f"{name:36} {value:>16,}" for name, value in memory_stats(device).items())
+mem_get_info = torch.accelerator.get_memory_info
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
@@ -293,15 +288,6 @@ def set_rng_state(new_state: torch.Tensor, device: Device = NAME) -> None:
     _generator(device).set_state(new_state)
 
 
-def get_rng_state_all() -> list[torch.Tensor]:
-    return [get_rng_state(index) for index in range(device_count())]
-
-
-def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    for index, state in enumerate(new_states):
-        set_rng_state(state, index)
-
-
 def manual_seed(seed: int) -> None:
     _generator().manual_seed(int(seed))
 
@@ -313,10 +299,6 @@ def manual_seed_all(seed: int) -> None:
 
 def seed() -> None:
     _generator().seed()
-
-
-def seed_all() -> None:
-    manual_seed_all(torch.Generator().seed())
 
 
 def initial_seed() -> int:

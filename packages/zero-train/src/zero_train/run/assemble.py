@@ -181,15 +181,32 @@ def _own(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Opti
     """Returns the optimizer of the user's class. Raises ConfigError for no class, or arguments that it refuses."""
     optim = config.optim
     kind = extras.named("optim.target", str(optim.target), "class")
-    decays = "weight_decay" in inspect.signature(kind).parameters
+    taken = _arguments(kind)
+    decays = "weight_decay" in taken
     if optim.weight_decay and not decays:
         raise ConfigError(f"optim.target={optim.target} takes no weight_decay: set optim.weight_decay=0")
     groups: Any = _groups(config, parameters) if decays else parameters
+    if unknown := ", ".join(optim.options.keys() - taken):
+        raise ConfigError(f"optim.target={optim.target} names no argument {unknown}: remove it from optim.options")
     said = f"optim.target={optim.target} with lr={optim.lr:g} and optim.options={dict(optim.options)}: "
     with told(said, ValueError, TypeError, way_out="; give arguments that it takes"):
         optimizer: torch.optim.Optimizer = kind(groups, lr=optim.lr, **optim.options)
     declare(optimizer, optim.contract)
     return optimizer
+
+
+def _arguments(kind: Any) -> set[str]:
+    """Returns the arguments that the class names. Those of a base class count if `**kwargs` leads to it.
+
+    Other options would end in `**kwargs`: pytorch_optimizer's classes take any, and read nothing of a misspelt one.
+    """
+    names: set[str] = set()
+    for each in getattr(kind, "__mro__", [kind]):
+        arguments = inspect.signature(each).parameters
+        names.update(arguments)
+        if all(argument.kind is not argument.VAR_KEYWORD for argument in arguments.values()):
+            break
+    return names
 
 
 def _groups(config: Config, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
