@@ -152,7 +152,8 @@ def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(disk, "sync", failing)
     with pytest.raises(
-        OSError, match="a step could not be written to disk: .*restart the run: it continues .* from its last step"
+        OSError,
+        match="a step could not be written to disk: .*with durable= it continues after its last step",
     ):
         training.to_the_end()
     training.store.close()

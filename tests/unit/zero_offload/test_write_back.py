@@ -168,7 +168,7 @@ def test_a_write_that_fails_when_a_tile_gives_its_slot_to_another_is_told_of(two
     nvme.fail("write")
     driver.forward_backward()
     driver.update([len(NUMELS) - 1, 1, 0, 3])
-    with pytest.raises(SwapError, match=r"writing states of tile \d of u\d after update 2 failed"):
+    with pytest.raises(SwapError, match=r"writing states of tile \d of unit u\d after update 2 failed"):
         driver.store.wait()
     driver.store.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CLOSED = "the TieredStore is closed: close it after the last use of its model"
-START_AGAIN = "restart the run: it continues from its last checkpoint, or from its last step if it is durable"
+START_AGAIN = "restart the run from its last checkpoint; with durable= it continues after its last step"
 
 
 class OffloadError(Exception):

@@ -283,8 +283,9 @@ class UncutStep:
         if (now := _told(left)) != (first := _told(states)):
             told = ", ".join(sorted(name for name in now | first if now.get(name) != first.get(name)))
             raise UnsupportedOptimizerError(
-                f"{kind_of(self._optimizer)} changed the state {told} of {segment.name} after its first step, and the "
-                "store has no memory for this: let the first step make all states, or leave store= out"
+                f"step() of {kind_of(self._optimizer)} added, removed or resized {told} in the state of {segment.name} "
+                "after its first step, for which the store has no memory: let the first step make all states, or leave "
+                "store= out"
             )
         for name, mine in states.items():
             if left[name].data_ptr() != mine.data_ptr():

@@ -297,13 +297,5 @@ def manual_seed_all(seed: int) -> None:
         _generator(index).manual_seed(int(seed))
 
 
-def seed() -> None:
-    _generator().seed()
-
-
-def initial_seed() -> int:
-    return _generator().initial_seed()
-
-
 torch._register_device_module(NAME, sys.modules[__name__])
 torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=True, for_storage=True)

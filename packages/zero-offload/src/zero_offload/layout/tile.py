@@ -79,7 +79,7 @@ class Tile:
         return self.stop - self.start
 
     def __str__(self) -> str:
-        return f"tile {self.index} of {self.name}"
+        return f"tile {self.index} of unit {self.name}"
 
 
 def cut(
