@@ -38,7 +38,7 @@ EXEMPT = {
     "set /sys/kernel/mm/transparent_hugepage/enabled": "changes the machine for everyone on it",
     "use the version that wrote it, or delete the slab": "there is no other version yet",
     "may be lost; delete the slab with slab": "needs a start of the machine; deleting is followed above",
-    "generation {}, is wrong; delete the slab": "needs damage that no crash leaves; deleting is followed above",
+    "and the run cannot be continued; delete the slab": "needs damage that no crash leaves; deleting is followed above",
     "on every rank delete the slab": "needs a second damage, of the manifest before the last",
     "a device that torch has streams for, not on {}; leave": "needs a device without streams, such as mps",
     "with status {}; end the process": "ends the process that would follow it",

@@ -168,7 +168,9 @@ def test_a_class_of_the_clients_is_named_when_a_trainers_checkpoint_is_converted
         state.save_to_json(str(each / "trainer_state.json"))
         schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(Net().groups(), lr=1e-2), lambda _: 1.0)
         torch.save(schedule.state_dict(), each / "scheduler.pt")
-    with pytest.raises(FilesError, match="run zero-hf convert .* FOLDER is checkpoint-N, and OUT is checkpoint-N/zero"):
+    with pytest.raises(
+        FilesError, match="zero-hf convert FOLDER OUT .* \\(of a Trainer, checkpoint-N, and OUT is checkpoint-N/zero"
+    ):
         resumed(folder)
     main = pytest.importorskip("zero_hf.commands").main
     name = f"{Settings.__module__}.Settings"
@@ -210,7 +212,7 @@ def test_an_engine_loads_and_saves_in_the_ways_that_it_names(tmp_path):
     with pytest.raises(ConfigError, match="here: save zero_core.trained_state_dict.engine.module."):
         engine.save_16bit_model(tmp_path / "weights", exclude_frozen_parameters=True)
     torch.save(zero_core.trained_state_dict(engine.module), tmp_path / "trained.pt")
-    with pytest.raises(ConfigError, match="load its weights into the model before initialize"):
+    with pytest.raises(ConfigError, match="load your weights into the model before initialize"):
         engine.load_checkpoint(tmp_path / "run", custom_load_fn=print)
     trained = {name: value.clone() for name, value in engine.module.state_dict().items() if name != "frozen.weight"}
     engine.destroy()

@@ -105,7 +105,7 @@ def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> 
     step_once(zero_core.shard(model, pair(model.named_parameters()), store=store), model)
 
 
-@pytest.mark.advice("give the parameter to the optimizer with which the")
+@pytest.mark.advice("without this state: give each of")
 @pytest.mark.promise("muon-refused")
 def test_a_state_that_another_optimizer_keeps_is_refused() -> None:
     for given in (pair, adamw):

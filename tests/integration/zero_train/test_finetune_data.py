@@ -132,6 +132,7 @@ def test_an_end_of_answers_that_is_not_learned_is_told_and_the_way_out_works(mod
 
 
 @pytest.mark.promise("chat-template")
+@pytest.mark.advice("correct the row or the template, or name")
 def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_refuses_is_told(
     model, tmp_path, capsys, monkeypatch
 ):
@@ -148,11 +149,16 @@ def test_a_template_of_a_file_is_learned_from_and_exported_and_a_row_that_it_ref
     refuses = "{% if messages[0].content == 'what is 7?' %}{{ raise_exception('no sevens') }}{% endif %}"
     file.write_text(refuses + TEMPLATE)
     said = refused([*words, f"run.dir={tmp_path / 'other'}"], capsys)
-    assert f"the chat template refuses {data}, line 8: no sevens; correct the row" in said, said
+    assert f"the chat template fails for {data}, line 8: no sevens; correct the row or the template, or name" in said, (
+        said
+    )
     with monkeypatch.context() as patch:  # where the model is read before TRL has the rows
         patch.setattr(pretrained, "build", lambda *_: pytest.fail("the model is read"))
         assert main([*words, f"run.dir={tmp_path / 'other'}", "adapter=lora", "adapter.dora=true"]) == 2
-    assert f"the chat template refuses {data}, line 8: no sevens; correct the row" in capsys.readouterr().err
+    assert (
+        f"the chat template fails for {data}, line 8: no sevens; correct the row or the template, or name"
+        in capsys.readouterr().err
+    )
     marked = "{% generation %}{% if messages[0].content != 'what is 7?' %}{{ m.content }}{% endif %}{% endgeneration %}"
     file.write_text("{% for m in messages %}" + marked + "{% endfor %}")
     assert main([*words, f"run.dir={tmp_path / 'other'}"]) == 2

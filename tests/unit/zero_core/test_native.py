@@ -73,7 +73,7 @@ def test_another_class_over_the_values_is_a_view_of_them(weight):
         weight.as_subclass(torch.Tensor).fill_(4.0)
     assert torch.equal(weight.detach(), torch.full((2, 3), 4.0))
     other = torch.zeros(2)
-    with pytest.raises(ChangedParameterError, match="a view of .* cannot be replaced .*: write into it with copy_"):
+    with pytest.raises(ChangedParameterError, match="a view of .* cannot be replaced .* write it back with copy_"):
         other.set_(weight.data)
 
 

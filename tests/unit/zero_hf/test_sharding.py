@@ -155,7 +155,7 @@ def test_a_run_that_was_closed_does_not_end_in_a_plain_model():
     second = shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ZeroConfig())
     assert first.end() and zero_core.units(ours)
     second.close()
-    with pytest.warns(UserWarning, match=r"used any more: .* has freed its values. Call end"):
+    with pytest.warns(UserWarning, match=r"used any more: .* freed the parameters: call end"):
         assert not second.end()
     ours = model()
     third = shard(ours, torch.optim.SGD(ours.parameters(), lr=0.1), ZeroConfig())

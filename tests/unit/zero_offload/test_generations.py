@@ -187,7 +187,9 @@ def test_a_run_of_another_layout_is_refused_and_unchanged():
     ):
         opened(other, {"model": "three units"}).adopt(1)
     assert bytes(other.memory) == image
-    with pytest.raises(GenerationError, match=r"has no generation 7 \(found: 1\), the last one of another rank"):
+    with pytest.raises(
+        GenerationError, match=r"lacks generation 7, the last in another rank's slab \(here: 1\), so the slabs"
+    ):
         opened(store.crashed(generator)).adopt(7)
 
 
@@ -226,7 +228,7 @@ def test_without_syncs_a_machine_that_was_started_anew_is_told():
             if sync:
                 opened(copy_found(store)).adopt(1)
                 continue
-            with pytest.raises(GenerationError, match="without syncs, and the machine has restarted since"):
+            with pytest.raises(GenerationError, match="which syncs no disk, and the machine has restarted since"):
                 opened(copy_found(store)).adopt(1)
 
 

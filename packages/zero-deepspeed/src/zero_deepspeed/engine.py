@@ -289,7 +289,7 @@ class Engine(nn.Module):
         tag is given. Raises CheckpointError or ConfigError where the checkpoint is damaged or of another model.
         """
         if custom_load_fn is not None:
-            raise ConfigError("custom_load_fn= is not supported: load its weights into the model before initialize()")
+            raise ConfigError("custom_load_fn= is not supported: load your weights into the model before initialize()")
         latest = Path(load_dir) / _LATEST
         if tag is None and not latest.is_file():
             warnings.warn(f"{latest} is not there, nothing was loaded: give a tag, or another folder", stacklevel=2)

@@ -59,9 +59,9 @@ def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
         if foreign := sorted({*get_unsafe_globals_in_checkpoint(path)} - names):
             raise FilesError(
                 f"{path} wants to call {', '.join(foreign)}. No code was executed. DeepSpeed itself saves no such "
-                "calls: do not use the file, unless these are classes of your own, saved in client_state. Then run "
-                "zero-hf convert FOLDER OUT --inert module.Class, which reads such objects as dicts (in a Trainer's "
-                "output FOLDER is checkpoint-N, and OUT is checkpoint-N/zero)"
+                "calls: do not use the file. If these are classes of your own, saved in client_state: zero-hf convert "
+                "FOLDER OUT --inert module.Class reads their objects as dicts. FOLDER is the checkpoint (of a Trainer, "
+                "checkpoint-N, and OUT is checkpoint-N/zero)"
             )
         with safe_globals(kinds):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

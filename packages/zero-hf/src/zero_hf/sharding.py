@@ -76,7 +76,7 @@ class Run:
             return True
         try:
             if self._closed:
-                raise ZeroError("end() after close(), which has freed its values. Call end() before close()")
+                raise ZeroError("end() was called after close(), which freed the parameters: call end() first")
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             zero_core.unshard(self.model)
@@ -177,8 +177,8 @@ def _refuse(
         )
     if config.durable is not None and optimizer is not None and slab_name is None:
         raise ConfigError(
-            f"durable={config.durable!r} needs a Trainer, or in a loop zero_hf.shard(slab_name=...) and "
-            "zero_core.resume: use one of them, or leave durable out"
+            f"durable={config.durable!r} needs a Trainer. In a training loop of your own, pass slab_name= to "
+            "zero_hf.shard and call zero_core.resume. Or leave durable out"
         )
     if config.replicas > 1 and options.get("mesh") is not None:
         raise ConfigError(f"mesh= and replicas={config.replicas} both set which ranks share shards: leave one out")
@@ -309,7 +309,7 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
         if error.errno == errno.EBUSY and name is not None:
             raise ConfigError(
                 f"{str(error).partition(';')[0]}. Its name follows from output_dir: give this run another output_dir, "
-                "or end the other run first"
+                "or end the run that has this one"
             ) from error
         said = str(error).replace("allow_memory=True", "offload: host")
         how = "" if ";" in said else "; name a folder on a mounted drive, whose parent exists"

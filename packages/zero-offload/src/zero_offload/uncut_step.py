@@ -311,8 +311,8 @@ class UncutStep:
             tile.states[name].copy_(values)
         elif bool(values.any()):
             raise UnsupportedOptimizerError(
-                f"state {name} cannot be written: {kind_of(self._optimizer)} share the parameters, and the one of this "
-                "parameter keeps no such state; give the parameter to the optimizer with which the values were saved"
+                f"the saved state {name!r} is of a parameter that another optimizer has now, without this state: give "
+                f"each of {kind_of(self._optimizer)} the parameters that it had then"
             )
 
     @property

@@ -145,7 +145,7 @@ class AveragedModel:
         if model is not None and model is not self._handle.model:
             raise ZeroError(f"this is another {type(model).__name__} than AveragedModel() was given: pass that one")
         if self._steps is not None:
-            raise ZeroError("the call is inside AveragedModel.swapped_in: leave the with block first")
+            raise ZeroError("inside AveragedModel.swapped_in() the model has the averages: leave the with block first")
         self._handle.settle()
 
     def _pieces(self) -> Iterator[tuple[int, Any, int, int]]:

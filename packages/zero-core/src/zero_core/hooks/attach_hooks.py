@@ -57,14 +57,14 @@ class _Collector:
         last: Any = next(reversed(hooks.values()))
         if last is not self:
             raise GradientError(
-                f"the post_accumulate_grad hook {getattr(last, '__qualname__', last)} was registered on {name} inside "
+                f"the post_accumulate_grad hook {getattr(last, '__qualname__', last)!r} was registered on {name} in "
                 "a forward or inside zero_core.gathered. It would find no gradient, because gradients have moved to "
                 "the shards before it runs. Register it outside of both, before or after zero_core.shard"
             )
         if len(hooks) > 1 and unit.gradient.used[self.k]:
             first: Any = next(iter(hooks.values()))
             raise GradientError(
-                f"the post_accumulate_grad hook {getattr(first, '__qualname__', first)} on {name} would see the "
+                f"the post_accumulate_grad hook {getattr(first, '__qualname__', first)!r} on {name} would see the "
                 "gradient of this backward only. In torch it sees the sum since zero_grad(), but earlier gradients "
                 "have moved to the shards. Remove the hook, and read the sum with zero_core.full_gradient or change it "
                 "with zero_core.set_full_gradient before step(); or make one backward in each step"

@@ -104,8 +104,8 @@ class ParameterCopy(FullCopy):
             )
         if func in REPLACING:
             raise ChangedParameterError(
-                f"the memory of a view of {home_of(self.owner).name} cannot be replaced or shared (.data = tensor, "
-                "resize_(), set_(), share_memory_(), torch.distributed): write into it with copy_(tensor)"
+                f"the memory of a view of {home_of(self.owner).name} cannot be replaced or shared (by .data = tensor, "
+                "resize_(), set_(), share_memory_() or a collective). Use a clone, and write it back with copy_(tensor)"
             )
 
 

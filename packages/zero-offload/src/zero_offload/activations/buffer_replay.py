@@ -67,7 +67,8 @@ class Buffers:
             if place not in before.copies:
                 raise ActivationError(
                     f"unit {self._unit} wrote into its {self._name(place)} in forward, but not in its first call in "
-                    "this mode (train or eval), so the old value was not kept: give the unit the policy 'keep'"
+                    "this mode (train or eval). To compute the unit again for backward needs the old value, which was "
+                    "not kept: give the unit the policy 'keep'"
                 )
         self._seen.add(self._module.training)
         found.update(self._found(before))

@@ -256,8 +256,8 @@ class Comparison:
         returned = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
         if any(leaf.untyped_storage().data_ptr() in memory for leaf in returned):
             raise ActivationError(
-                f"unit {unit} returns one of its inputs, or a view of one. {cut.option}= joins outputs of parts into "
-                f"new tensors: return a copy, {split_batch.way_out(cut.option)}"
+                f"unit {unit} returns one of its inputs, or a view of one. {cut.option}= runs it in parts and joins "
+                f"their outputs into a new tensor: return a copy, {split_batch.way_out(cut.option)}"
             )
         outputs = pytree.tree_leaves((output, changes))
         return outputs, _gradients(outputs, [*inputs.values()])

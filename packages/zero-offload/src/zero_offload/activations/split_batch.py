@@ -266,4 +266,4 @@ def same(left: Any, right: Any) -> bool:
 
 def way_out(option: str) -> str:
     """The advice of an error. With tokens= it is about a module's unit: such modules have no policy of their own."""
-    return f"give {'this unit' if option == 'rows' else 'the unit around it'} the policy 'keep', or leave {option}= out"
+    return f"give {'this unit' if option == 'rows' else 'the block around'} the policy 'keep', or leave {option}= out"

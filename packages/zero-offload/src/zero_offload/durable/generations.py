@@ -112,8 +112,8 @@ class Generations:
         found = [self._read_manifest(*header) for header in headers]
         if found and found[0] is None:
             raise GenerationError(
-                f"{self._named()} is damaged: the checksum of its last step, generation {headers[0][0]}, is wrong; "
-                f"{DELETE}"
+                f"{self._named()} is damaged: the checksum of its last step, generation {headers[0][0]}, is wrong, and "
+                f"the run cannot be continued; {DELETE}"
             )
         return [each for each in found if each is not None]
 
@@ -168,15 +168,15 @@ class Generations:
         if manifest is None:
             numbers = ", ".join(str(each.number) for each in self.found) or "none"
             raise GenerationError(
-                f"{self._named()} has no generation {number} (found: {numbers}), the last one of another rank, so the "
+                f"{self._named()} lacks generation {number}, the last in another rank's slab (here: {numbers}), so the "
                 f"slabs are not from the same run; on every rank {DELETE}"
             )
         if not any_layout:
             self._check_layout(manifest)
         if manifest.facts["boot"] not in (None, _boot()):
             raise GenerationError(
-                f'{self._named()} was written with durable="process", without syncs, and the machine has restarted '
-                f"since, so values of generation {number} may be lost; {DELETE}"
+                f'{self._named()} was written with durable="process", which syncs no disk, and the machine has '
+                f"restarted since, so values of generation {number} may be lost; {DELETE}"
             )
         self._forget_after(number)
         self._bodies = [None if each is None else self._claim(*each) for each in manifest.facts["bodies"]]

@@ -173,8 +173,8 @@ def _rendered(row: dict[str, Any], messages: list[Any], tokenizer: Any, **how: A
     """Applies the chat template. Raises ConfigError, with the place of the row, if it refuses the messages."""
     import jinja2
 
-    way_out = "; correct the row, or name another template with data.chat_template=FILE"
-    with told(f"the chat template refuses {row[rows.PLACE]}: ", jinja2.TemplateError, way_out=way_out):
+    way_out = "; correct the row or the template, or name another one with data.chat_template=FILE"
+    with told(f"the chat template fails for {row[rows.PLACE]}: ", jinja2.TemplateError, way_out=way_out):
         return tokenizer.apply_chat_template(messages, **how)
 
 
