@@ -2,7 +2,7 @@
 
 Trains a small model, everything on nvme, with the packages that are installed, and notes on every thread the modules of
 ours whose code runs in the fourth forward, when nothing is left to update ("from hook to disk"), and from its backward
-until the update is stored ("from gradient to disk"). C++ is not seen.
+until the update is stored ("from gradient to disk"), with the lines of the functions that run. C++ is not seen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 from torch import nn
@@ -27,21 +27,19 @@ class Path:
     """The modules whose functions are called inside a block, on any thread. Threads are profiled from their start."""
 
     def __init__(self) -> None:
-        self.found: set[str] | None = None
+        self.found: set[CodeType] | None = None
         threading.setprofile(self)
         sys.setprofile(self)
 
     @contextmanager
-    def noted(self) -> Iterator[set[str]]:
+    def noted(self) -> Iterator[set[CodeType]]:
         self.found = found = set()
         yield found
         self.found = None
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if self.found is not None and event == "call":
-            name = frame.f_globals.get("__name__", "")
-            if name.startswith("zero_"):
-                self.found.add(name)
+        if self.found is not None and event == "call" and "/zero_" in frame.f_code.co_filename:
+            self.found.add(frame.f_code)
 
 
 def main() -> None:
@@ -64,9 +62,13 @@ def main() -> None:
                 store.wait()
         sharded.close()
     for what, found in (("from hook to disk", forward), ("from gradient to disk", backward)):
-        print(f"{what}: {len(found)} modules")
-        for name in sorted(found):
-            print(f"  {name}")
+        modules: dict[str, set[int]] = {}
+        for code in found:
+            name = "zero_" + code.co_filename.rpartition("/zero_")[2]
+            modules.setdefault(name, set()).update(line for *_, line in code.co_lines() if line)
+        print(f"{what}: {len(modules)} modules, {sum(map(len, modules.values())):,} lines of the functions that run")
+        for name, lines in sorted(modules.items()):
+            print(f"{len(lines):6} {name}")
 
 
 if __name__ == "__main__":
