@@ -63,7 +63,7 @@ def test_the_folder_and_the_tag_are_named(tmp_path):
             2,
             "",
             "*_model_states.pt",
-            "files of another run, or of unread (pipeline, tensor or expert) parallelism: mp_rank_00_model",
+            "files of another run, or of pipeline, tensor or expert parallelism: mp_rank_00_model",
         ),
         (3, "", "zero_pp_rank_2_*", "zero_pp_rank_2_mp_rank_00_model_states.pt, zero_pp_rank_2_mp_rank_00_optim"),
         (3, "*_optim_states.pt", "", "absent files of its 2 ranks: zero_pp_rank_0_mp_rank_00_optim_states.pt"),
@@ -134,7 +134,7 @@ def test_masters_on_nvme_are_saved_anew_without(tmp_path):
         saved["optimizer_state_dict"]["fp32_flat_groups"] = [torch.empty(0), torch.empty(0)]
         torch.save(saved, path)
     (tmp_path / TAG / "offloaded_tensors").mkdir()
-    refused(tmp_path, "save it anew without offload_optimizer to nvme, or save its weights with")
+    refused(tmp_path, "save it again without nvme in offload_optimizer. Or save the weights with")
     shutil.rmtree(tmp_path)
     reads(tmp_path, write(tmp_path, 3, 1))
 
@@ -226,13 +226,13 @@ def test_an_engine_loads_and_saves_in_the_ways_that_it_names(tmp_path):
     engine.destroy()
 
 
-@pytest.mark.advice("without an optimizer. Its weights are")
+@pytest.mark.advice("without an optimizer. Read the weights")
 def test_the_weights_of_a_file_without_shapes_are_read_by_torch(tmp_path):
     """As it is saved at stage 0: torch reads it without executing anything, too."""
     truth = write(tmp_path, 2, 2)
     path = tmp_path / TAG / "mp_rank_00_model_states.pt"
     torch.save(torch.load(path, weights_only=True) | {"param_shapes": None}, path)
-    refused(tmp_path, 'Its weights are torch.load(path, weights_only=True)["module"]')
+    refused(tmp_path, 'Read the weights of this file with torch.load(path, weights_only=True)["module"]')
     model = Net()
     model.load_state_dict(torch.load(path, weights_only=True)["module"])
     assert torch.equal(model.a.weight, truth.values["a.weight"]["fp32"])
@@ -243,5 +243,5 @@ def test_the_checkpoint_that_a_universal_one_was_made_of_is_read(tmp_path):
     truth = write(tmp_path / "plain", 1, 2)
     (tmp_path / "universal" / TAG / "zero").mkdir(parents=True)
     (tmp_path / "universal" / "latest").write_text(TAG)
-    refused(tmp_path / "universal", "Read the one that it was converted from")
+    refused(tmp_path / "universal", "Name the checkpoint that was converted into it")
     reads(tmp_path / "plain", truth)

@@ -267,7 +267,7 @@ class Engine(nn.Module):
                 written.write_text(name)
                 written.replace(Path(save_dir) / _LATEST)
             except OSError as error:
-                failed = [f"{name} is saved, but not named in {_LATEST} ({error}): load it with tag={name!r}"]
+                failed = [f"{name} is saved, but the file `{_LATEST}` lacks it ({error}): load it with tag={name!r}"]
         dist.broadcast_object_list(failed)
         if failed[0] is not None:
             raise CheckpointError(failed[0])

@@ -130,7 +130,7 @@ class _Opened:
         self.folder = folder
         if (folder / "zero").is_dir():
             raise FilesError(
-                f"{folder} is a universal checkpoint, not supported. Read the one that it was converted from"
+                f"{folder} is a universal checkpoint, which is not read. Name the checkpoint that was converted into it"
             )
         here = {path.name for path in folder.glob("*_states.pt")}
         self.partitioned = any(name.startswith("zero_pp_rank_0_") and "_model_" in name for name in here)
@@ -145,9 +145,7 @@ class _Opened:
         states = [prefix + optimizer.format(rank) for rank in range(self.world_size)]
         absent, more = sorted({*models, *states} - here), sorted(here - {*models, *states})
         self._need(not absent, f"absent files of its {self.world_size} ranks: {', '.join(absent)}")
-        self._need(
-            not more, f"files of another run, or of unread (pipeline, tensor or expert) parallelism: {', '.join(more)}"
-        )
+        self._need(not more, f"files of another run, or of pipeline, tensor or expert parallelism: {', '.join(more)}")
         self.models = [first, *(read_plain(folder / name, inert) for name in models[1:])]
         self.states = [read_plain(folder / name, inert)["optimizer_state_dict"] for name in states]
         inner = "optimizer_state_dict" if self.partitioned else "base_optimizer_state"
@@ -174,8 +172,8 @@ class _Opened:
             )
         if not first.get("param_shapes"):
             raise FilesError(
-                f"{path} has no param_shapes: it was saved at stage 0, or without an optimizer. Its weights are "
-                'torch.load(path, weights_only=True)["module"]'
+                f"{path} has no param_shapes: it was saved at stage 0, or without an optimizer. Read the "
+                'weights of this file with torch.load(path, weights_only=True)["module"]'
             )
 
     def checkpoint(self, live: Container[str]) -> Checkpoint:
@@ -277,9 +275,9 @@ class _Opened:
             own |= {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
             if self.partitioned and own["fp32"].numel() == 0 and (self.folder / "offloaded_tensors").is_dir():
                 raise FilesError(
-                    f"{self.folder} has masters and states in swap files on NVMe, which are not read here: load it "
-                    "with DeepSpeed, and save it anew without offload_optimizer to nvme, or save its weights with "
-                    "engine.save_16bit_model"
+                    f"{self.folder} has masters and states in swap files on NVMe, which are not read here. Load the "
+                    "checkpoint with DeepSpeed, and save it again without nvme in offload_optimizer. Or save the "
+                    "weights with engine.save_16bit_model"
                 )
             if lion:
                 own.pop("exp_avg_sq", None)  # DeepSpeed's on the CPU keeps one that it never uses

@@ -121,5 +121,5 @@ def _slab(paths: tuple[str, ...], stack: ExitStack) -> Any:
         return stack.enter_context(nvme.Slab(folders))
     except OSError as error:
         said = str(error).replace("allow_memory=True", 'device "cpu"')
-        how = "" if ";" in said else "; name a folder on a mounted drive, whose parent exists"
+        how = "" if ";" in said else "; name a folder in an existing folder of a mounted drive"
         raise ConfigError(f"cannot write to the nvme_path {folders}: {said}{how}") from error
