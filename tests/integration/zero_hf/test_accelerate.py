@@ -145,7 +145,7 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused_and_the_ways_ou
         alone, _ = layers()
         acc.prepare(alone)
         for prepare in (acc.prepare, acc.prepare_optimizer):
-            told = r"prepared without it, in an earlier call.* both to one call, prepare\(model, optimizer"
+            told = r"an earlier call prepared without it, .* Give both to one call, prepare\(model, optimizer"
             with pytest.raises(ZeroError, match=told):
                 prepare(sgd(alone))
         acc = accelerator({})

@@ -154,7 +154,7 @@ def test_what_is_no_complete_save_is_refused(tmp_path):
     _refused(str(folder), "models: 2 in .* in this run. Prepare the same models, in the same order")
     (folder / "zero.json").unlink()
     way = r"Give a folder that save_state\(safe_serialization=True\) saved with the same models"
-    _refused(str(folder), f"has no zero.json.*and it lacks model.safetensors, optimizer.bin. {way}")
+    _refused(str(folder), f"has no zero.json.*and lacks model.safetensors, optimizer.bin of accelerate. {way}")
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -47,7 +47,7 @@ UNITS = {"host_bytes": "1GiB", "offload": "host"}
 @pytest.mark.parametrize(
     ("given", "advice", "ways"),
     [
-        ({"rows": 1}, "write activations: recompute, host or nvme", RECOMPUTED),
+        ({"rows": 1}, "write activations: recompute (or host, or nvme), or", RECOMPUTED),
         ({"offload": "nvme"}, "name a folder on your fastest drive", [{"nvme_paths": "DRIVE"}]),
         (BOTH, "write optimizer: nvme, or activations: host", MIXED),
         (UNITS, "give a whole number of at least 0, without a unit", [{"host_bytes": 1 << 30}]),
@@ -106,7 +106,7 @@ def test_a_model_of_the_hub_is_fetched(tmp_path):
 
 
 @pytest.mark.advice(
-    "once, then zero_core.save_pretrained(model, another_folder)", "and other formats cannot be read in parts: call"
+    "once, then zero_core.save_pretrained(model, another_folder)", "because other formats cannot be read in parts: call"
 )
 def test_a_model_in_a_pickle_is_saved_again(tmp_path):
     model = llama()

@@ -213,7 +213,7 @@ def test_what_cannot_be_read_in_slices_is_refused_with_the_way_out(tmp_path):
             {"distributed_config": {"tp_plan": "auto"}},
             "itself. Leave distributed_config= out",
         ),
-        (tmp_path, {}, rf"lacks config.json or \*.safetensors.*{convert}"),
+        (tmp_path, {}, rf"must hold config.json and \*.safetensors, .*{convert}"),
     ):
         with pytest.raises(zero_hf.ConfigError, match=said):
             zero_hf.from_pretrained(kind, given, **options)

@@ -199,7 +199,7 @@ GENERATED = {
 }
 
 
-@pytest.mark.advice("Set it to True, which gathers the model while it generates")
+@pytest.mark.advice("Set ds3_gather_for_generation=True, which gathers the model while it generates")
 @pytest.mark.promise("grpo")
 @pytest.mark.parametrize(("case", "size"), [("no reference", 1), *((case, 2) for case in GENERATED)])
 def test_every_number_of_generated_texts_is_the_stock_trainers(ranks, model, tmp_path, case, size):

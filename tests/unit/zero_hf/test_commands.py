@@ -39,7 +39,7 @@ def test_what_is_refused_and_what_cannot_be_read_exit_with_2(tmp_path, capsys):
     assert " REFUSED " in capsys.readouterr().out
     assert main(["translate", str(tmp_path / "none.json")]) == 2
     assert main(["translate", str(CONFIGS / "mics.json"), "--model", str(tmp_path / "none")]) == 2
-    assert "none.json is no DeepSpeed configuration, a JSON" in (said := capsys.readouterr().err) and "--model" in said
+    assert "none.json: [Errno 2]" in (said := capsys.readouterr().err) and "name a config.json or its folder (" in said
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(SystemExit):
         main(["translates"])

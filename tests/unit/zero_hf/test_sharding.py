@@ -94,7 +94,7 @@ def test_states_that_an_optimizer_has_not_may_be_on_nvme(tmp_path, trained):
     run.close()
 
 
-def refused(path, how="cannot write to nvme_paths=.*; name a folder on a mounted drive, whose parent exists"):
+def refused(path, how="cannot write to nvme_paths=.*; name a folder in an existing folder of a mounted drive"):
     net = model()
     with pytest.raises(ConfigError, match=how):
         shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(path,)))
@@ -193,7 +193,7 @@ def test_offload_places_what_no_kind_places_itself_and_settings_name_a_class():
             {"activations": "nvme", "offload": "host"},
             "activations='nvme' needs parameters, gradients or opt",
         ),
-        ({"rows": 4}, "rows=4 with activations='keep': rows needs recomputed blocks"),
+        ({"rows": 4}, "rows=4 needs blocks that are recomputed, and activations='keep'"),
         ({"rows": 0, "activations": "host"}, "rows=0: give the number of rows"),
         ({"tokens": 0, "activations": "host"}, "tokens=0: give the number of tokens"),
         ({"nvme_paths": "/mnt/{localrank}"}, "the only placeholder is {local_rank}"),

@@ -139,14 +139,14 @@ class Accelerator(AcceleratorCheckpoints):
             if other is not optimizer:
                 raise ZeroError(
                     f"two optimizers, {type(other).__name__} and {kind}, train one {type(owners[0]).__name__}: make "
-                    "one optimizer with a parameter group for each. To train the model again afterwards, prepare it "
-                    "with a new Accelerator"
+                    "one optimizer with a parameter group for each of the two. Or, to train the model once more after "
+                    "a training that has ended, prepare the model with a new Accelerator"
                 )
             if known is not None and known.rounded is not None:
                 raise ZeroError(
-                    f"the {kind} trains a {type(owners[0]).__name__} that was prepared without it, in an earlier call, "
-                    f"and param_dtype={self.zero_config.param_dtype} has rounded its {known.rounded} weights: give "
-                    "both to one call, prepare(model, optimizer, ...), or prepare the optimizer first"
+                    f"the {kind} trains a {type(owners[0]).__name__} that an earlier call prepared without it, and "
+                    f"then param_dtype={self.zero_config.param_dtype} rounded the {known.rounded} weights. Give both "
+                    "to one call, prepare(model, optimizer, ...). Or prepare the optimizer before the model"
                 )
             trained[id(owners[0])] = optimizer
         return trained

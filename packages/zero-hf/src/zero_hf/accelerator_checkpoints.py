@@ -183,9 +183,9 @@ class AcceleratorCheckpoints(accelerate.Accelerator):
             lacks = [name for name in names if not (folder / name).is_file()]
             plain = self._optimizers or len(self._models) != len(self._prepared)  # inside _plain_optimizers()
             if lacks or plain:
-                why = f"lacks {', '.join(lacks)}" if lacks else "is of a run with models that are not sharded"
+                why = f"lacks {', '.join(lacks)} of accelerate" if lacks else "this run has unsharded models"
                 raise CheckpointError(
-                    f"{folder} has no {_SAVED}, so zero_hf.Accelerator did not save it, and it {why}. Give a folder "
+                    f"{folder} has no {_SAVED} of zero_hf.Accelerator, and {why}. Give a folder "
                     "that save_state(safe_serialization=True) saved with the same models prepared"
                 )
             return

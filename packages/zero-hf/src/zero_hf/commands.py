@@ -82,7 +82,7 @@ def _empty(where: str) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model must be a config.json or its folder, not {where}: {error}") from error
+        raise ConfigError(f"cannot read --model {where}: name a config.json or its folder ({error})") from error
     names = config.architectures or []
     made: Any = getattr(transformers, names[0] if names else "", None)
     known = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)

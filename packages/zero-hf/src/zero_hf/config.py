@@ -95,8 +95,8 @@ class ZeroConfig:
         for name in ("rows", "tokens"):
             if (given := getattr(self, name)) is not None and self.activations == "keep":
                 raise ConfigError(
-                    f"{name}={given} with activations='keep': {name} needs recomputed blocks; write activations: "
-                    "recompute, host or nvme"
+                    f"{name}={given} needs blocks that are recomputed, and activations='keep' recomputes none: write "
+                    f"activations: recompute (or host, or nvme), or leave {name} out"
                 )
         if self.replicas > 1 and (self.stage == 0 or self.durable is not None):
             what = "stage=0 shards nothing" if self.stage == 0 else f"durable={self.durable!r} keeps one group's steps"

@@ -70,7 +70,7 @@ def merge_adapter(
             f"{base} has no config.json: name the folder of the base model that the adapter was trained on"
         )
     if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"{out} has files already: name a new folder")
+        raise ConfigError(f"the output folder {out} has files already: name a new folder")
     config = _config(adapter)
     entries, reader = open_index(base), Reader()
     changes = _changes(adapter, entries, reader, config)
@@ -143,8 +143,8 @@ def _changes(
             raise ConfigError(f"{adapter} has only {', '.join(parts)} of {name}: the adapter is damaged")
         if name not in entries:
             raise ConfigError(
-                f"{adapter} adapts {name}, which the base folder lacks: name the folder of its own base model. If "
-                f"transformers renames or fuses this model's weights, {_OTHERS}"
+                f"{adapter} adapts {name}, which the base folder lacks: name the folder of the base model that "
+                f"the adapter was trained on. If transformers renames or fuses this model's weights, {_OTHERS}"
             )
         left, right = parts["lora_B"] * scale, parts["lora_A"]
         if config["fan_in_fan_out"]:  # weights are laid out (inputs, outputs), as GPT-2's
@@ -152,8 +152,8 @@ def _changes(
         shape = (left.shape[0], right.shape[1])
         if entries[name].shape != shape:
             raise ConfigError(
-                f"{adapter} adds {shape} to {name}, which is {entries[name].shape}: name the folder of the base model "
-                "that the adapter was trained on"
+                f"{adapter} adds a matrix of shape {shape} to {name}, which has shape {entries[name].shape}: name the "
+                "folder of the base model that the adapter was trained on"
             )
         changes[name] = _Change(left, right, parts)
     return changes

@@ -132,9 +132,9 @@ def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
         )
     if gguf or not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"{folder} lacks config.json or *.safetensors, and other formats cannot be read in parts: call "
+            f"{folder} must hold config.json and *.safetensors, because other formats cannot be read in parts: call "
             f"{cls.__name__}.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder), and "
-            "load that"
+            "load another_folder"
         )
 
 

@@ -312,7 +312,7 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
                 "or end the run that has this one"
             ) from error
         said = str(error).replace("allow_memory=True", "offload: host")
-        how = "" if ";" in said else "; name a folder on a mounted drive, whose parent exists"
+        how = "" if ";" in said else "; name a folder in an existing folder of a mounted drive"
         raise ConfigError(f"cannot write to nvme_paths={paths}: {said}{how}") from error
 
 
