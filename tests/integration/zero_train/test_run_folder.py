@@ -105,7 +105,9 @@ def test_auto_does_not_continue_another_run_and_the_way_out_that_is_named_works(
     assert app.main([*command, *asked.split()]) == 2
     said = capsys.readouterr().err
     assert not asked or differs is None or ("holds another run" in said and differs in said), said
-    way = re.search(r", or continue it after step 4 with (?:the new settings by )?(.+)$|; (raise run.steps)$", said)
+    way = re.search(
+        r", or continue it after step 4 with (?:(?:the new|its own) settings by )?(.+)$|; (raise run.steps)$", said
+    )
     assert way, "no way out"
     assert app.main([*command, *(way[1] or "run.resume=auto run.steps=4").split()]) == 0
 

@@ -74,7 +74,7 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
         (
             "dpo",
             {"prompt": "a", "chosen": [SAID], "rejected": [SAID]},
-            "write it as their first message",
+            "write it as the first message of both",
             {"prompt": "a", **TALKS},
         ),
         ("dpo", {**TALKS, "rejected": [SAID]}, "begin with different messages; write a `prompt`", TALKS),

@@ -24,11 +24,11 @@ def test_assembled_without_a_store_the_device_store_runs_the_optimizer():
         assert ready.usage()["host_bytes"] == 0
 
 
-@pytest.mark.advice("; change one of them")
+@pytest.mark.advice("; change one of them", "cannot use offload.nvme_paths={}: {}; change io.backend")
 def test_a_folder_that_cannot_hold_a_slab_is_refused_with_the_keys_to_change(tmp_path):
     composed = compose.compose(["recipe=tiny", "run.dir=unused", "offload=nvme", "io.allow_memory=true"])
     with ExitStack() as stack:
-        with pytest.raises(ConfigError, match=r"cannot use offload.nvme_paths=\['/\S+/none'\] with io.backend=auto: "):
+        with pytest.raises(ConfigError, match="cannot use offload.nvme_paths=.*none.*; change offload.nvme_paths$"):
             assemble.make_slab(composed, [tmp_path / "none"], stack)
         assert assemble.make_slab(composed, [tmp_path], stack).backend
 

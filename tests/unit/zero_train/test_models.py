@@ -42,7 +42,7 @@ def test_attention_without_masks_has_the_bits_of_transformers_own(kind, tmp_path
     [
         (
             {"hidden_size": 30},
-            ["model.hidden_size=30", "twice model.heads=4"],
+            ["model.hidden_size=30", "does not give model.heads=4 heads of an even size"],
             [{"hidden_size": 24}, {"heads": 3}],
         ),
         ({"key_value_heads": 3}, ["model.heads=4", "model.key_value_heads=3"], [{"key_value_heads": 2}, {"heads": 3}]),

@@ -131,7 +131,7 @@ def test_a_number_that_datasets_would_round_is_told(tmp_path):
         row["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": given}}}]
         return load(f"data.path={lines(tmp_path / 'a.jsonl', [row])}", "data.validation_fraction=0").training[0]
 
-    with pytest.raises(ConfigError, match=r"line 1 has a number that `datasets` rounds, .*; write it as a string"):
+    with pytest.raises(ConfigError, match=r"line 1 has a number that `datasets` rounds, .*; quote that number"):
         loaded(0.12345678901234566)
     read = loaded("0.12345678901234566")["messages"]
     assert read[1]["tool_calls"][0]["function"]["arguments"] == {"x": "0.12345678901234566"}

@@ -224,7 +224,7 @@ def _columns(how: Mapping[str, Any], identity: Any) -> Iterator[dict[str, Any]]:
         lists = [row.columns[name] for name in row.kind if rows.ANSWER in row.columns and name not in rows.TYPES]
         for message in (message for messages in lists for message in messages):
             if json.decode_example(json.encode_example(message)) != message:
-                raise ConfigError(f"{place} has a number that `datasets` rounds, in {message}; write it as a string")
+                raise ConfigError(f"{place} has a number that `datasets` rounds, in {message}; quote that number")
         yield {**row.columns, rows.PLACE: place}
 
 

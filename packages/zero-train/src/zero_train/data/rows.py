@@ -149,7 +149,7 @@ def _without_text(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(prompt, str) or not isinstance(chosen, list) or not isinstance(rejected, list):
         return row
     if not any(one == other and one.get("content") == prompt for one, other in zip(chosen, rejected, strict=False)):
-        raise Mistake("has a `prompt` that `chosen` and `rejected` do not begin with; write it as their first message")
+        raise Mistake("has a `prompt` that is not in `chosen` and `rejected`; write it as the first message of both")
     return {name: value for name, value in row.items() if name != "prompt"}
 
 
@@ -252,7 +252,7 @@ def _answer(columns: Mapping[str, Any], everything: bool) -> int:
         raise Mistake(f"has {left_out}, and no other answer to learn from; delete the row")
     only = learned[0] if learned == [len(columns["messages"]) - 1] else 0
     if left_out and not only:
-        raise Mistake(f"has {left_out}; such a row can train only its last message; write a row for each answer")
+        raise Mistake(f"has {left_out}; a marked row trains its last message only; write a row for each answer")
     return -only if left_out else only
 
 

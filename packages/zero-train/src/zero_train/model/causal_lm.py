@@ -105,7 +105,7 @@ def _from_sizes(config: ModelConfig, sequence_length: int) -> Any:
     groups, experts = config.key_value_heads or config.heads, config.experts_per_token if config.kind == "moe" else 0
     width, heads, most = config.hidden_size, config.heads, config.experts
     for wrong, why in (
-        (width % (2 * heads), f"hidden_size={width} is no multiple of {2 * heads}, twice model.heads={heads}"),
+        (width % (2 * heads), f"hidden_size={width} does not give model.heads={heads} heads of an even size"),
         (heads % groups, f"heads={heads} is no multiple of model.key_value_heads={groups}"),
         (experts > most, f"experts_per_token={experts} is above model.experts={most}"),
     ):

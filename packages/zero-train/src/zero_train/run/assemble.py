@@ -335,6 +335,7 @@ def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack, name: str
         return stack.enter_context(zero_nvme.Slab(names, backend=io.backend, allow_memory=io.allow_memory, name=name))
     except (OSError, ValueError, RuntimeError) as error:
         reason = planning.keyed(str(error), config)
+        asked = isinstance(error, zero_nvme.BackendUnavailable) and config.io.backend != "auto"
         raise ConfigError(
-            f"cannot use offload.nvme_paths={names} with io.backend={config.io.backend}: {reason}; change one of them"
+            f"cannot use offload.nvme_paths={names}: {reason}; change {'io.backend' if asked else 'offload.nvme_paths'}"
         ) from error

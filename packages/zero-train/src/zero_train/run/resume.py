@@ -194,7 +194,7 @@ def _way(folder: Path, config: Config) -> str:
     if before is None or (differ and not any(_among(key, _BOUND) for key in differ)):
         how = f"with the new settings by run.resume={folder}"
     else:
-        how = f"with run.resume=auto {back(differ)}".rstrip()
+        how = f"with {'its own settings by ' if differ else ''}run.resume=auto {back(differ)}".rstrip()
     more = f" run.steps={newest.step}" if newest.step > config.run.steps else ""
     return f", or continue it after step {newest.step} {how}{more}"
 

@@ -106,8 +106,8 @@ def warmup(config: Config) -> None:
     if optim.warmup_steps > run.steps:
         raise ConfigError(
             f"optim.warmup_steps={optim.warmup_steps} is more than run.steps={run.steps}, so the run would end "
-            "before it reaches optim.lr; lower optim.warmup_steps, leave it out for a tenth of the run, or raise "
-            f"{'run.steps' if run.epochs is None else 'run.epochs'}"
+            "before it reaches optim.lr; lower optim.warmup_steps, leave it out (it is then a tenth of the steps), or "
+            f"raise {'run.steps' if run.epochs is None else 'run.epochs'}"
         )
 
 
