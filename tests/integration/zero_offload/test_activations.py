@@ -247,7 +247,7 @@ def test_blocks_that_share_a_parameter_follow_together():
     [
         ("disk", "'disk' is not an activation policy; policies are keep, recompute, host, nvme"),
         ({"layer.*": "host"}, "no unit matches 'layer.\\*'. Name one of: embedding, layers.0"),
-        (["keep"], "policies: 1, units: 6.*; give one per unit, or one as a str"),
+        (["keep"], "1 policies for 6.*: give a policy per unit, or one str"),
         ({"layers.*": "away"}, "'away' is not an activation policy"),
     ],
 )
@@ -260,11 +260,11 @@ def test_a_policy_that_cannot_be_is_refused(policy, message):
 
 def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
     model, store, optimizer = build()
-    with pytest.raises(ActivationError, match="the store here is None.* pass that store to offload"):
+    with pytest.raises(ActivationError, match=r"is None.*: pass the TieredStore\(nvme=...\) of the model"):
         offload_activations(model, None, "nvme")
     offload_activations(model, store, "nvme").close()
     model.layers[1].gradient_checkpointing = True
-    with pytest.raises(ActivationError, match="layers.1 uses activation .*call model.gradient_checkpointing_disable"):
+    with pytest.raises(ActivationError, match="layers.1 checkpoints its .*call model.gradient_checkpointing_disable"):
         offload_activations(model, store, "recompute")
     model.layers[1].gradient_checkpointing = False
     with offload_activations(model, store, "recompute"), pytest.raises(ActivationError, match="use_cache=False"):
@@ -284,7 +284,8 @@ def test_an_input_is_changed_out_of_place():
         optimizer.close()
 
     with pytest.raises(
-        RuntimeError, match="input of unit layers.0 was .* out of place, or give the unit the policy keep"
+        RuntimeError,
+        match="input of module layers.0 was .*: change a copy, or give the unit of layers.0 the policy 'keep'",
     ):
         run(lambda x: x.add_(1))
     run(lambda x: x.add(1))

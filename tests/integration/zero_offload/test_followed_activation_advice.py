@@ -90,11 +90,11 @@ def marked() -> dict[str, Tensor]:
     return {"marks": torch.tensor([0] * 4 + [1] * 2 + [0] * 4)}
 
 
-@pytest.mark.advice(" the policy 'keep', or leave {}= out")
+@pytest.mark.advice(", or leave {}= out", "give the unit of {} the policy 'keep'")
 @pytest.mark.parametrize(
     ("message", "how", "options"),
     [
-        ("changes which tensors one of its arguments", appends, {"given": lambda: {"into": []}}),
+        ("adds, replaces or removes tensors in an argument", appends, {"given": lambda: {"into": []}}),
         (
             "returns outputs whose structure differs between rows",
             lambda block, y, marks: (y, y) if marks.any() else y,
@@ -109,10 +109,25 @@ def marked() -> dict[str, Tensor]:
     ],
 )
 def test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows(message, how, options):
-    told = ".*[:;] (else )?give this unit the policy 'keep', or leave rows= out"
-    refused(f"unit layers.0 {message}{told}", how, **options)
+    told = (
+        r".* (?:else )?give the unit of layers.0 the policy 'keep' \(policy={'layers.0': 'keep', ...}\), or leave rows="
+    )
+    refused(f"module layers.0 {message}{told}", how, **options)
     works({"layers.0": "keep", "layers.1": "recompute"}, how, rows=2, **options)
     works("recompute", how, **options)
+
+
+def test_frozen_and_trained_units_of_a_block_have_one_policy():
+    model = Model(lambda block, y: y)
+    model.layers[0].extra = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1))
+    names = [unit.name for unit in zero_core.units(model) if unit.name.startswith("layers.0")]
+    assert len(names) == 2
+    with pytest.raises(ActivationError, match="units of module layers.0 need one policy, not .*: give all the same"):
+        offload_activations(model, policy={names[0]: "keep", "layers.*": "recompute"})
+    offload_activations(model, policy=dict.fromkeys(names, "keep") | {"layers.*": "recompute"}).close()
+    optimizer.close()
 
 
 @dataclass
@@ -128,7 +143,7 @@ def test_a_dataclass_is_cut_once_torch_knows_it():
     def adds(block, y, bag):
         return y + bag.bias
 
-    refused(r"If it is a dataclass, call torch.export.register_dataclass\(Bag\); else give this", adds, given)
+    refused(r"If class Bag is a dataclass, call torch.export.register_dataclass\(Bag\); else give", adds, given)
     torch.export.register_dataclass(Bag)
     works("recompute", adds, given, rows=2)
 
@@ -142,7 +157,7 @@ def test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared():
 
     bias = torch.randn(BATCH, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2))
     case = {"how": attends, "given": lambda: {"bias": bias}}
-    refused(r"If all rows share an argument, which must stay whole, name it in shared=\[...\]", **case)
+    refused(r"If an argument must be whole, name it in shared=\[...\]", **case)
     works("recompute", rows=2, shared=["bias"], **case)
 
 
@@ -308,6 +323,6 @@ def test_the_input_of_a_head_is_changed_out_of_place_or_rows_are_left_out():
         optimizer.close()
         return found
 
-    with pytest.raises(RuntimeError, match="unit head was .* out of place, or leave rows="):
+    with pytest.raises(RuntimeError, match="module head was .*: change a copy, or leave rows="):
         logits(lambda hidden: hidden.mul_(2), 2)
     assert torch.equal(logits(lambda hidden: hidden.mul(2), 2), logits(lambda hidden: hidden.mul_(2), None))

@@ -97,13 +97,13 @@ def patched(block: nn.Module) -> None:
     block.mlp.forward = lambda x: original(x)
 
 
-@pytest.mark.advice("name it with row_modules=[{}]")
+@pytest.mark.advice("if not, set row_modules=[{}]")
 @pytest.mark.parametrize(
     ("change", "rows", "tokens"),
     [
-        (subclassed, "unit model.layers.0 is a Mine, and rows= .* name it with row_modules=", ""),
-        (replaced, "contains mlp.act_fn, a Swapped", "has no effect in unit model.layers.0"),
-        (patched, "replaces the forward of LlamaMLP mlp", "has no effect in unit model.layers.0"),
+        (subclassed, "unit model.layers.0 is of class Mine, and rows= .* set row_modules=", ""),
+        (replaced, "contains 'mlp.act_fn' of class Swapped", "has no effect in unit model.layers.0"),
+        (patched, "replaces the forward of class LlamaMLP in 'mlp'", "has no effect in unit model.layers.0"),
     ],
 )
 def test_a_block_that_is_not_transformers_own_takes_parts_if_it_is_named(change, rows, tokens):

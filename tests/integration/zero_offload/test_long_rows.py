@@ -167,7 +167,9 @@ def test_offsets_of_packed_sequences_reach_attention_whole(options):
     assert distance(gradients(Block(), rows_of(1), given=given, **options), plain) < FP32
     assert distance(gradients(Block(), rows_of(1)), plain) > 1e-2  # what one long sequence has
     if "rows" in options:
-        with pytest.raises(ActivationError, match="cu_seqlens of shape .4,.* cut them: pack .*, or leave rows= out"):
+        with pytest.raises(
+            ActivationError, match="argument .cu_seqlens. has shape .4,.* cut them: pack .*, or leave rows= out"
+        ):
             gradients(Block(), rows_of(3), given=given, **options)
 
 
@@ -211,20 +213,20 @@ class InOwnForward(Block):
 @pytest.mark.parametrize(
     ("block", "named", "message"),
     [
-        (lambda: Block(Decay()), ["*.other"], "unit layers.0.other mixes the tokens of its input"),
+        (lambda: Block(Decay()), ["*.other"], "module layers.0.other mixes the tokens of its input"),
         (lambda: Block(Across(nn.Conv1d(WIDTH, WIDTH, 3, padding=2))), ["*.other"], "layers.0.other mixes the tokens"),
         (
             lambda: Block(Across(nn.Linear(TOKENS, TOKENS))),
             ["*.other"],
             "layers.0.other runs on 12 tokens, but not on 5 or fewer",
         ),
-        (Block, [], "tokens=5 has no effect in unit layers.0, a Block.* name it with token_modules="),
-        (InOwnForward, [], "tokens=5 has no effect in unit layers.0, a InOwnForward"),
+        (Block, [], "tokens=5 has no effect in unit layers.0 of class Block.* name it with token_modules="),
+        (InOwnForward, [], "tokens=5 has no effect in unit layers.0 of class InOwnForward"),
     ],
 )
 def test_a_named_module_that_mixes_tokens_is_refused_and_a_block_of_which_none_is_known(block, named, message):
     """What the error says works, as does not to name it: then it computes whole rows."""
-    with pytest.raises(ActivationError, match=f"{message}.*the policy 'keep', or leave tokens= out"):
+    with pytest.raises(ActivationError, match=f"{message}.*the policy 'keep'.*, or leave tokens= out"):
         gradients(block(), rows_of(), tokens=5, token_modules=named)
     expected = gradients(block(), rows_of())
     ways_out = ({"policy": "keep", "tokens": 5}, {"tokens": TOKENS}, {"tokens": None}, {"tokens": 5})
@@ -411,7 +413,7 @@ class Overwrites(Block):
 def test_an_input_that_is_changed_in_place_is_refused():
     """Torch allows it where the MLP is frozen, and so its linear layers do not keep their input."""
     gradients(Overwrites(), rows_of(), freeze="mlp")
-    with pytest.raises(OffloadError, match="an input of unit layers.0.mlp was changed in place"):
+    with pytest.raises(OffloadError, match="an input of module layers.0.mlp was changed in place"):
         gradients(Overwrites(), rows_of(), freeze="mlp", tokens=5)
 
 
@@ -442,6 +444,6 @@ def test_hidden_states_that_are_no_rows_of_tokens_and_units_inside_of_units_are_
     model = Model(Block())
     zero_core.tile_linear(model, 100)
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ActivationError, match="part of a batch: leave tokens= out. Or, if .*tiles.0 is a tile"):
+    with pytest.raises(ActivationError, match="leave tokens= out. Or leave zero_core.tile_linear out, if"):
         offload_activations(model, None, {"layers.0": "recompute"}, tokens=2)
     optimizer.close()

@@ -26,15 +26,15 @@ class Opaque:
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        ("batch norm", {}, "unit layers.0 writes into its buffer norm.num_batches_tracked in forward"),
-        ("contrast", {}, "unit layers.0 mixes the rows of its input: 2 rows at once and 1 at a time give outputs"),
-        ("capacity", {}, "unit layers.0 mixes the rows of its input"),
-        ("buffer", {}, "unit layers.0 writes into its buffer seen in forward"),
-        ("loss", {}, r"unit layers.0 returns, or stores in an attribute, a value of shape \(\)"),
+        ("batch norm", {}, "module layers.0 writes into its buffer 'norm.num_batches_tracked' in forward"),
+        ("contrast", {}, "module layers.0 mixes the rows of its input: 2 rows at once and 1 at a time give outputs"),
+        ("capacity", {}, "module layers.0 mixes the rows of its input"),
+        ("buffer", {}, "module layers.0 writes into its buffer 'seen' in forward"),
+        ("loss", {}, r"module layers.0 returns, or stores in an attribute, a value of shape \(\)"),
         (
             "plain",
             {"bias": Opaque(torch.ones(8, 5, 16))},
-            "has an argument bias of class Opaque, with tensors of 8 rows",
+            "argument 'bias' of unit layers.0 is of class Opaque with tensors of 8 rows",
         ),
         ("plain", {"bias": torch.ones(3, 5, 16)}, "runs on 8 rows, but not on 2 or fewer"),
     ],
@@ -63,8 +63,8 @@ class Hidden(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "named", "message"),
     [
-        ("gate", (), "unit layers.0 is a Hidden, and rows= does not know whether its rows depend on each other"),
-        ("loss", (), "name it with row_modules=.'layers.[*]'.; else give this unit the policy 'keep', or leave rows"),
+        ("gate", (), "unit layers.0 is of class Hidden, and rows= does not know whether the rows of a batch depend"),
+        ("loss", (), "set row_modules=.'layers.[*]'.; else give the unit of layers.0 the policy 'keep'"),
         ("loss", ("layers.0",), "2 rows at once and 1 at a time give gradients of its inputs with a relative"),
     ],
 )
@@ -89,7 +89,7 @@ def test_each_block_is_compared_also_where_one_of_its_class_has_passed():
     store = TieredStore("host", "host", "host", step=TorchStep(), tile_numel=1 << 20)
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store)
     offload_activations(model, store, "recompute", rows=2, row_modules=["layers.*"])
-    with pytest.raises(ActivationError, match="unit layers.1 mixes the rows of its input"):
+    with pytest.raises(ActivationError, match="module layers.1 mixes the rows of its input"):
         model(toy_batch())
     optimizer.close()
 
@@ -152,7 +152,7 @@ def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared
     plain = Toy().eval()
     expected = plain(toy_batch(5), bias=bias)
     model, optimizer, offloaded = toy_sharded(rows=2)
-    told = r"dimension of bias, also 5.* is the batch: name the arguments that all rows share.*\[...\]"
+    told = r"dimension of 'bias', also 5.* is the batch: name the arguments that all rows share.*\[...\]"
     with pytest.raises(ActivationError, match=told):
         model.eval()(toy_batch(5), bias=bias)
     offloaded.close()

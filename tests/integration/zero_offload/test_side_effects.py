@@ -106,9 +106,12 @@ def test_by_rows_tables_are_shared_and_attributes_are_joined(kind, rows):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        *((kind, "unit blocks.0 changes which tensors one of its arguments") for kind in ("list", "dict", "object")),
+        *(
+            (kind, "module blocks.0 adds, replaces or removes tensors in an argument")
+            for kind in ("list", "dict", "object")
+        ),
         ("loss in an attribute", r"returns, or stores in an attribute, a value of shape \(\) that differs"),
-        ("losses in an attribute", "unit blocks.0 writes into its attribute losses"),
+        ("losses in an attribute", "module blocks.0 writes into its attribute 'losses'"),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 2])

@@ -147,7 +147,7 @@ def test_a_change_in_place_while_the_copy_is_on_its_way_is_refused(kind, nvme):
     tensor = torch.ones(1000)
     packed = spill.pack(tensor, "layers.3")
     tensor.add_(1)
-    with pytest.raises(ChangedInputError, match="input of unit layers.3 was changed in place"):
+    with pytest.raises(ChangedInputError, match="input of module layers.3 was changed in place"):
         packed.load()
     spill.close()
 

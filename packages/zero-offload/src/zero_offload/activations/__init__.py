@@ -56,12 +56,13 @@ def of_modules(policy: Policy, nodes: Sequence[Any], names: Sequence[str], store
         if isinstance(policy, Plan) and len(found) > 1:
             found -= {"keep"}  # a plan counts the activations of a block, frozen and trained, with one of its units
         if len(found) > 1:
-            raise ActivationError(f"{node.name} opens units with different policies: {', '.join(sorted(found))}")
+            told = {names[u]: wanted[names[u]] for u in node.units}
+            raise ActivationError(f"the units of module {node.name} need one policy, not {told}: give all the same")
         policies[node.name] = chosen = found.pop() if found else "keep"
         if chosen != "keep" and getattr(node.module, "gradient_checkpointing", False):
             raise ActivationError(
-                f"{node.name} uses activation checkpointing of its own, which conflicts with the policy {chosen!r}; "
-                "call model.gradient_checkpointing_disable() and let the policy recompute"
+                f"module {node.name} checkpoints its activations itself, which conflicts with the policy {chosen!r}; "
+                "call model.gradient_checkpointing_disable()"
             )
     return policies
 
@@ -80,7 +81,7 @@ def _of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: Tie
         found = {name: next((p for k, p in policy.items() if fnmatchcase(name, k)), "keep") for name in names}
     else:
         if len(policy) != len(names):
-            raise ActivationError(f"policies: {len(policy)}, units: {len(names)}; give one per unit, or one as a str")
+            raise ActivationError(f"{len(policy)} policies for {len(names)} units: give a policy per unit, or one str")
         found = dict(zip(names, policy, strict=True))
     for chosen in {policy} if isinstance(policy, str) else set(found.values()):
         if chosen not in known:
@@ -104,8 +105,8 @@ def spills_of(
                 spills[policy] = STAYS
         elif store is None or policy not in store.stores:
             raise ActivationError(
-                f"the policy {policy!r} needs the TieredStore(nvme=...) of zero_core.shard, and the store here is "
-                f"{'None' if store is None else 'without nvme='}: pass that store to offload_activations"
+                f"the policy {policy!r} uses the nvme= of a TieredStore, and the store= of offload_activations "
+                f"{'is None' if store is None else 'has no nvme='}: pass the TieredStore(nvme=...) of the model there"
             )
         elif store.streams is None:
             spills[policy] = StoredSpill(store.stores[policy], **sizes)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import tensors_of
-from .spill import ActivationError
+from .spill import ActivationError, keep
 from .split_batch import way_out
 
 Place = tuple[int, bool, str]  # the module's number, whether it is a buffer, its name
@@ -68,7 +68,7 @@ class Buffers:
                 raise ActivationError(
                     f"unit {self._unit} wrote into its {self._name(place)} in forward, but not in its first call in "
                     "this mode (train or eval). To compute the unit again for backward needs the old value, which was "
-                    "not kept: give the unit the policy 'keep'"
+                    f"not kept: {keep(self._unit)}"
                 )
         self._seen.add(self._module.training)
         found.update(self._found(before))
@@ -84,8 +84,8 @@ class Buffers:
         for place, (value, version) in found.items():
             if _version(value) != version:
                 raise ActivationError(
-                    f"the {self._name(place)} of unit {self._unit} was written after the unit's forward, which "
-                    "backward has to compute again: write it after backward, or give the unit the policy 'keep'"
+                    f"unit {self._unit} repeats its forward in backward, and its {self._name(place)} was written "
+                    f"in between: write into the {self._name(place)} after backward, or {keep(self._unit)}"
                 )
         again = {k: _copied(v) if k in self._written or _is_small(v) else v for k, (v, _) in found.items()}
         try:
@@ -103,8 +103,8 @@ class Buffers:
             rounding = 8 * torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
             if not change <= rounding:
                 raise ActivationError(
-                    f"unit {self._unit} writes into its parameter {name} in forward, and recomputation changed it "
-                    "again: make it a buffer, write outside of the unit, or give the unit the policy 'keep'"
+                    f"unit {self._unit} writes into its parameter {name!r} in forward, and its recomputation wrote "
+                    f"again: make {name!r} a buffer, write outside of the unit, or {keep(self._unit)}"
                 )
 
     @contextmanager
@@ -128,8 +128,8 @@ class Buffers:
             self._put(before.values)
         for place in sorted(written):
             raise ActivationError(
-                f"unit {self._unit} writes into its {self._name(place)} in forward; with {option}= this would happen "
-                f"once per part of a {'row' if option == 'tokens' else 'batch'}: {way_out(option)}"
+                f"module {self._unit} writes into its {self._name(place)} in forward; with {option}= it would "
+                f"write once per part of a {'row' if option == 'tokens' else 'batch'}: {way_out(option, self._unit)}"
             )
         kept = before.values
         changes.update(
@@ -149,7 +149,7 @@ class Buffers:
 
     def _name(self, place: Place) -> str:
         number, buffer, name = place
-        return f"{'buffer' if buffer else 'attribute'} {'.'.join(filter(None, (self._paths[number], name)))}"
+        return f"{'buffer' if buffer else 'attribute'} {'.'.join(filter(None, (self._paths[number], name)))!r}"
 
     def leave(self, changes: Mapping[Place, Any]) -> None:
         """Sets attributes to the values that the forward of a whole batch would have left."""

@@ -57,7 +57,7 @@ from torch.utils import _pytree as pytree
 from ..core import Hooks, Observer, SavedAround, hidden_from_hooks, hooks_around
 from .known_modules import stranger
 from .recompute import Original, Recomputed, worthwhile
-from .spill import STAYS, ActivationError, ChangedInputError, Spill, Spilled
+from .spill import STAYS, ActivationError, ChangedInputError, Spill, Spilled, keep
 from .split_batch import Cut, find_cut, names_of_leaves, way_out
 from .stored_spill import StoredSpill
 
@@ -117,8 +117,8 @@ class Activations(ExitStack):
                 cut = find_cut(name, leaves, names, by_rows.rows, by_rows.shared)
             if cut is not None and unknown:
                 raise ActivationError(
-                    f"unit {name} {unknown}, and rows= does not know whether its rows depend on each other: if they do "
-                    f"not, name it with row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]; else {way_out('rows')}"
+                    f"unit {name} {unknown}, and rows= does not know whether the rows of a batch depend on each other "
+                    f"there: if not, set row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]; else {way_out('rows', name)}"
                 )
             return recomputed.call(args, kwargs, leaves, structure, cut, pack)
 
@@ -166,9 +166,9 @@ class ByTokens:
                 return run(*args, **kwargs)
             if not bounded:
                 raise ActivationError(
-                    f"tokens={self._tokens} has no effect in unit {unit}, a {type(module).__name__}: none of its "
-                    "modules is known to act on each token separately. If one does, such as an MLP, name it with "
-                    "token_modules=['*.mlp']; else give the unit the policy 'keep', or leave tokens= out"
+                    f"tokens={self._tokens} has no effect in unit {unit} of class {type(module).__name__}: none of its "
+                    "modules is known to act on each token separately. If a module does, such as an MLP, name it with "
+                    f"token_modules=['*.mlp']; else {keep(unit)}, or leave tokens= out"
                 )
             with self._of_rows(length):
                 return run(*args, **kwargs)
@@ -230,7 +230,7 @@ def _row_length(unit: str, leaves: Sequence[Any]) -> int:
     if lead is not None and lead.dim() > 3:
         raise ActivationError(
             f"unit {unit} is given hidden states of shape {tuple(lead.shape)}, where tokens= needs (rows, tokens, "
-            "width): give this unit the policy 'keep', or leave tokens= out"
+            f"width): {keep(unit)}, or leave tokens= out"
         )
     return 0 if lead is None else lead.shape[-2]
 
@@ -255,7 +255,7 @@ def _refuse_caches(unit: str, kwargs: Mapping[str, Any], leaves: Iterable[Any]) 
     for cache in caches:
         raise ActivationError(
             f"unit {unit} was given {cache}, which recomputation would write to a second time; "
-            "train with use_cache=False (model.config.use_cache = False), or give this unit the policy 'keep'"
+            f"train with use_cache=False (model.config.use_cache = False), or {keep(unit)}"
         )
 
 
@@ -298,8 +298,8 @@ def refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any], option: str) -
         if found is not None:
             raise ActivationError(
                 f"unit {node.name} contains the unit {found}, which {option}= would gather for each part of a batch: "
-                f"leave {option}= out. Or, if {found} is a tile, leave zero_core.tile_linear out; if it is an expert, "
-                "shard with expert_bytes=None"
+                f"leave {option}= out. Or leave zero_core.tile_linear out, if it made {found}. Or shard with "
+                f"expert_bytes=None, if {found} has experts"
             )
 
 

@@ -131,8 +131,8 @@ class _Later:
     def _ask(self, compute: Callable[..., Tensor]) -> Tensor:
         if not self._stamp.current():
             raise ActivationError(
-                "logits are used after a step or a write has changed the head that computes them: rows= and tokens= "
-                "compute logits when they are used. Use them, or logits.clone() them, before step()"
+                "a step or a write has changed the head, from which rows= and tokens= compute logits only when the "
+                "logits are used: use the logits, or take logits.clone(), before step()"
             )
         if self.hidden._version != self._version:
             raise ChangedInputError("head", head=True)

@@ -79,7 +79,7 @@ def named_modules(model: nn.Module, patterns: Sequence[str], option: str) -> set
 
 
 def stranger(module: nn.Module, option: str, named: Container[nn.Module], path: str = "", file: str = "") -> str:
-    """Describes a part of the module that is neither known to take parts nor named, as "contains mlp, a Mixer"; or "".
+    """Describes a part of the module that is neither known to take parts nor named, as "is of class Mixer"; or "".
 
     option: "rows" or "tokens". path: the path of `module` inside of a known one. file: the Python module of the known
     one's class.
@@ -90,10 +90,10 @@ def stranger(module: nn.Module, option: str, named: Container[nn.Module], path: 
         return ""
     known = name in _INSIDE or kind.__module__ in (file, "transformers.activations") if path else name in _KNOWN[option]
     if not known:
-        return f"contains {path}, a {kind.__name__}" if path else f"is a {kind.__name__}"
+        return f"contains {path!r} of class {kind.__name__}" if path else f"is of class {kind.__name__}"
     file = file or kind.__module__
     foreign = kind.__module__ == file and inspect.unwrap(kind.forward).__module__ != file
     if foreign or "forward" in module.__dict__:
-        return f"replaces the forward of {kind.__name__}{path and ' ' + path}"
+        return f"replaces the forward of class {kind.__name__}{path and f' in {path!r}'}"
     inside = ((f"{path}.{child}".lstrip("."), each) for child, each in module.named_children())
     return next(filter(None, (stranger(each, option, named, at, file) for at, each in inside)), "")

@@ -31,6 +31,11 @@ from ..streams import Mark, Streams
 LEAVING = 2  # tensors whose device memory is kept until their copy was followed
 
 
+def keep(module: str, *, unit: bool = True) -> str:
+    """The advice to keep a module's activations. unit: the module is a unit, of this name."""
+    return f"give the unit of {module} the policy 'keep'" + (f" (policy={{{module!r}: 'keep', ...}})" if unit else "")
+
+
 class ActivationError(OffloadError, ValueError):
     """A policy that does not exist or that a unit cannot follow. Also raised for wrong `rows` and `tokens`."""
 
@@ -40,8 +45,8 @@ class ChangedInputError(OffloadError, RuntimeError):
 
     def __init__(self, unit: str, *, head: bool = False) -> None:
         super().__init__(
-            f"an input of unit {unit} was changed in place after its forward, so the forward cannot be repeated: "
-            f"make that operation out of place, or {'leave rows= out' if head else 'give the unit the policy keep'}"
+            f"an input of module {unit} was changed in place after the module's forward, so that backward cannot "
+            f"repeat that forward: change a copy, or {'leave rows= out' if head else keep(unit, unit=False)}"
         )
 
 

@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ..core import FreedMemory, tensors_of
-from .spill import ActivationError
+from .spill import ActivationError, keep
 
 _PACKED = set("cu_seqlens cu_seqlens_q cu_seqlens_k cu_seq_lens_q cu_seq_lens_k cu_window_seqlens seq_idx".split())
 _FREED = FreedMemory()  # of the process, as its heap is
@@ -139,17 +139,17 @@ def find_cut(
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) and any(t.dim() and t.shape[0] == batch for t in tensors_of(leaf)):
             raise ActivationError(
-                f"unit {unit} has an argument {name} of class {type(leaf).__name__}, with tensors of {batch} rows. "
-                "rows= can split tuples, lists and dicts only. If it is a dataclass, call "
-                f"torch.export.register_dataclass({type(leaf).__name__}); else {way_out('rows')}"
+                f"argument {name!r} of unit {unit} is of class {type(leaf).__name__} with tensors of {batch} rows, and "
+                f"rows= can split tuples, lists and dicts only. If class {type(leaf).__name__} is a dataclass, call "
+                f"torch.export.register_dataclass({type(leaf).__name__}); else {way_out('rows', unit)}"
             )
     where = {k for k, tensor in tensors if tensor.shape[0] == batch and names[k] not in (shared or ())}
     unclear = sorted({names[k] for k in where if k != first})
     if shared is None and unclear and batch in lead.shape[1:]:
         raise ActivationError(
-            f"unit {unit} is given {names[first]} of shape {tuple(lead.shape)}. rows= cannot tell whether the first "
-            f"dimension of {', '.join(unclear)}, also {batch}, is the batch: name the arguments that all rows share, "
-            "offload_activations(..., shared=[...]), or shared=[] if there are none"
+            f"argument {names[first]!r} of unit {unit} has shape {tuple(lead.shape)}. rows= cannot tell whether the "
+            f"first dimension of {', '.join(map(repr, unclear))}, also {batch}, is the batch: name the arguments that "
+            "all rows share, offload_activations(..., shared=[...]), or shared=[] if there are none"
         )
     return Cut(batch, rows, frozenset(where))
 
@@ -158,7 +158,7 @@ def _refuse_packed(unit: str, name: str, tensor: Tensor, batch: int, rows: int) 
     """Refuses offsets of sequences over all rows. Tensors that restart in each row, as position_ids, may be cut."""
     if name in _PACKED and not (tensor.dim() > 1 and tensor.shape[0] == batch):
         raise ActivationError(
-            f"unit {unit} computes sequences that are packed over {batch} rows (it is given {name} of shape "
+            f"unit {unit} computes sequences that are packed over {batch} rows (argument {name!r} has shape "
             f"{tuple(tensor.shape)}), and rows={rows} would cut them: pack each row of a batch by itself with "
             "position_ids, pack all into one row and use tokens=, or leave rows= out"
         )
@@ -186,13 +186,13 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Itera
     for tensor, version in given:
         if tensor._version != version and not isinstance(tensor, nn.Parameter):
             raise ActivationError(
-                f"unit {unit} changes one of its inputs in place, a tensor of shape {tuple(tensor.shape)}, and "
-                f"{option}= would give it copies: compute out of place, {way_out(option)}"
+                f"module {unit} changes one of its inputs in place, a tensor of shape {tuple(tensor.shape)}, "
+                f"and {option}= could lose that change: compute out of place, {way_out(option, unit)}"
             )
     if [*map(id, now)] != [id(tensor) for tensor, _ in given]:
         raise ActivationError(
-            f"unit {unit} changes which tensors one of its arguments (a list, a dict or an object) holds, and with "
-            f"{option}= this would happen once per part of a batch: {way_out(option)}"
+            f"module {unit} adds, replaces or removes tensors in an argument (a list, a dict or an object), "
+            f"which {option}= would do once per part of a batch: {way_out(option, unit)}"
         )
 
 
@@ -244,16 +244,16 @@ class Joined:
 
 def other_structure(unit: str, option: str) -> ActivationError:
     return ActivationError(
-        f"unit {unit} returns outputs whose structure differs between {option}, so they cannot be joined: "
-        f"{way_out(option)}"
+        f"module {unit} returns outputs whose structure differs between {option}, so {option}= cannot join "
+        f"them: {way_out(option, unit)}"
     )
 
 
 def not_joined(unit: str, option: str, leaf: Any) -> ActivationError:
     form = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"class {type(leaf).__name__}"
     return ActivationError(
-        f"unit {unit} returns, or stores in an attribute, a value of {form} that differs between parts of a batch and "
-        f"has no dimension of {option}, such as a loss over the batch, so it cannot be joined: {way_out(option)}"
+        f"module {unit} returns, or stores in an attribute, a value of {form} that differs between parts, as a loss "
+        f"over all {option} does, so {option}= cannot join the parts' values: {way_out(option, unit)}"
     )
 
 
@@ -264,6 +264,6 @@ def same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and next(tensors_of(left), None) is None and bool(left == right)
 
 
-def way_out(option: str) -> str:
-    """The advice of an error. With tokens= it is about a module's unit: such modules have no policy of their own."""
-    return f"give {'this unit' if option == 'rows' else 'the block around'} the policy 'keep', or leave {option}= out"
+def way_out(option: str, name: str) -> str:
+    """The advice of an error. With tokens= modules inside of a unit are cut, and have no policy of their own."""
+    return f"{keep(name, unit=option == 'rows')}, or leave {option}= out"

@@ -47,7 +47,7 @@ from ..monitor import Ending, Monitor, Worker
 from ..streams import Lane, Mark, Streams
 from .spill import Crossing, DiscreteSpill, Form, Packed, Spill, Spilled
 
-_AGAIN = "close() the activation offload, end other threads or raise ulimit -u, and call offload_activations again"
+_AGAIN = "end other threads or raise ulimit -u, then close() the activation offload and call offload_activations again"
 Copy = Callable[[Lane, Tensor, Tensor], "Mark | None"]  # (lane, into, source): done when the mark is, or done (None)
 
 
