@@ -41,7 +41,7 @@ EXEMPT = {
     "and the run cannot be continued; delete the slab": "needs damage that no crash leaves; deleting is followed above",
     "on every rank delete the slab": "needs a second damage, of the manifest before the last",
     "a device that torch has streams for, not on {}; leave": "needs a device without streams, such as mps",
-    "with status {}; end the process": "ends the process that would follow it",
+    "returned {} on {}; end the process": "ends the process that would follow it",
     "so its memory is not freed. End the process": "ends the process that would follow it",
     "move it with .cpu()": "needs a device besides the CPU",
     "upgrade it with pip install -U trl": "needs an old TRL",

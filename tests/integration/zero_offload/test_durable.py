@@ -261,7 +261,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     with pytest.raises(ValueError, match="must be False, True or"):
         TieredStore(durable="always")
     for disk, place, told in (
-        (MemoryByteStore(), "nvme", "give a named one, such as zero_nvme.Slab"),
+        (MemoryByteStore(), "nvme", "give nvme= a store that has a name, such as zero_nvme.Slab"),
         (None, "host", r"durable= needs a named ByteStore, such as nvme=zero_nvme.Slab\(\[path\], name=..."),
         (shared, "host", "a slab of its own, and .* has other data; give the store another slab"),
     ):
@@ -280,7 +280,9 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
             raise
         return model, optimizer, store, disk
 
-    with pytest.raises(GenerationError, match='of unit 0 on tape; place parameters and optimizer on "host" or "nvme"'):
+    with pytest.raises(
+        GenerationError, match='of unit 0 on tier "tape"; place parameters and optimizer on "host" or "nvme"'
+    ):
         begun(states="tape", tiers={"tape": MemoryByteStore()})
     model, optimizer, _, disk = begun()
     with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) after shard\(\)"):

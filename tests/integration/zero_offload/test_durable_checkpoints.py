@@ -128,7 +128,7 @@ def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
         assert equal(values, others)
 
 
-@pytest.mark.advice("call wait() on the result of save(), or")
+@pytest.mark.advice("wait() on the result of save() before you close")
 @pytest.mark.promise("durable-copied-out")
 def test_a_checkpoint_in_the_background_fails_alone(tmp_path, monkeypatch):
     """Its error comes from wait(), from the next one or from close(). The folder holds what it held."""

@@ -99,7 +99,9 @@ def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> 
     model = built()
     disk = MemoryByteStore()
     disk.alignment = 1 << 16
-    with pytest.raises(PlacementError, match=r"needs layers.0.up.weight whole.*need 65536 bytes: give ByteStores"):
+    with pytest.raises(
+        PlacementError, match=r"updates parameter layers.0.up.weight whole.*multiples of 65536: give ByteStores"
+    ):
         zero_core.shard(model, pair(model.named_parameters()), store=TieredStore("nvme", nvme=disk))
     store = TieredStore("nvme", nvme=MemoryByteStore())
     step_once(zero_core.shard(model, pair(model.named_parameters()), store=store), model)

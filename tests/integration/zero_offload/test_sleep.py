@@ -95,6 +95,21 @@ def test_sleep_inside_a_step_is_refused_and_states_of_what_sleeps_are() -> None:
         optimizer.close()
 
 
+def test_a_store_whose_units_are_in_use_sleeps_with_its_model() -> None:
+    """Between micro-batches, stage 2 keeps the parameters."""
+    with small_chunks():
+        store = tiered("host", tile_numel=TILE)
+        model, optimizer = made("host", 2, store=store)
+        loss_of(model, 0).backward()
+        with pytest.raises(OffloadError, match=r"call zero_core.sleep\(model\), which frees them"):
+            store.sleep(HostMemory())
+        zero_core.sleep(model, HostMemory())
+        zero_core.wake(model)
+        loss_of(model, 1).backward()
+        optimizer.step()
+        optimizer.close()
+
+
 def one_disk_is_full(kind: str) -> list[str]:
     """Rank 1 has no room to sleep, or cannot be read. Returns what each call said."""
     with small_chunks():

@@ -27,7 +27,7 @@ def test_a_view_outlives_the_arena() -> None:
     arena.close()
     arena.close()
     assert view.tolist() == [3.0] * 4
-    with pytest.raises(ClosedError):
+    with pytest.raises(ClosedError, match="because it was closed; make a new store"):
         arena.take(1)
 
 

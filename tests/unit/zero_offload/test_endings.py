@@ -143,7 +143,7 @@ def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:
         with pytest.raises(KeyboardInterrupt):
             driver.store.accept_gradient(0, gradient)
         for use in (driver.store.gradient_norm_squared, lambda: driver.store.accept_gradient(0, gradient)):
-            with pytest.raises(OffloadError, match="gradient of u0 was interrupted.*zero_grad"):
+            with pytest.raises(OffloadError, match="gradient of unit u0 was interrupted.*zero_grad"):
                 use()
         driver.store.discard_gradients()
         driver.store.accept_gradient(0, gradient)

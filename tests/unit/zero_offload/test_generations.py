@@ -128,7 +128,7 @@ def test_what_would_write_over_a_pinned_value_waits_for_the_copy():
         assert thread.is_alive()
         if give_up:
             run.generations.pins.give_up()
-            with pytest.raises(GenerationError, match="the store was closed before value 0 was copied"):
+            with pytest.raises(GenerationError, match="the store was closed before value 'value 0' was copied"):
                 run.end_copy()
         else:
             run.end_copy()

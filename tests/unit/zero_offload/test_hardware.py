@@ -33,8 +33,8 @@ def test_a_device_keeps_a_reserve_that_is_given_or_grows_with_its_memory():
     [
         ({"tiers": {"cold": {"gb": 8}}}, "tiers.cold has no key 'gb'; did you mean gib"),
         ({"tiers": {"cold": {"ratio": 0}}}, "tiers.cold.ratio is 0"),
-        ({"tiers": {"nvme": {"gib": 8}}}, "tiers cannot describe nvme; set fields of Hardware, such as nvme_gib"),
-        ({"tiers": {"host": {}}}, "tiers cannot describe host; set fields of Hardware, such as host_gib"),
+        ({"tiers": {"nvme": {"gib": 8}}}, "tiers cannot describe 'nvme'; set fields of Hardware, such as nvme_gib"),
+        ({"tiers": {"host": {}}}, "tiers cannot describe 'host'; set fields of Hardware, such as host_gib"),
         ({"host_gb": 24}, "no key 'host_gb'; did you mean host_gib"),
         ({"nodes": 0}, "nodes is 0, and must be a whole number of at least 1"),
         ({"nodes": 1.5}, "nodes is 1.5"),

@@ -14,7 +14,7 @@ from zero_offload.tier import TIERS
     [
         ("disk", "'disk' is not a tier.*nvme"),
         ({"host": 0.5}, "; make the sum 1"),
-        ({"host": -0.5, "nvme": 1.5}, "fraction of host is -0.5"),
+        ({"host": -0.5, "nvme": 1.5}, 'fraction of "host" is -0.5'),
         ({"host": float("nan"), "nvme": 1}, "nan"),
         ({"host": True}, "True"),
         ({}, "neither a tier"),

@@ -90,14 +90,14 @@ def test_one_micro_batch_takes_half_the_memory_of_gradients_and_has_the_same_bit
     alone.store.close()
 
 
-@pytest.mark.advice("a second gradient of {} before step()")
+@pytest.mark.advice("a second gradient of unit {} before step()")
 @pytest.mark.promise("one-micro-batch")
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_a_second_gradient_that_has_no_room_is_refused_and_the_first_stays(placement: Any) -> None:
     refused, single = make(placement, accumulate=1), make(placement)
     for driver in (refused, single):
         driver.forward_backward()
-    with pytest.raises(OffloadError, match=r"a second gradient of u0 .* a sum needs 4; set accumulate= of"):
+    with pytest.raises(OffloadError, match=r"a second gradient of unit u0 .* a sum needs 4; set accumulate= of"):
         refused.store.accept_gradient(0, refused.gradient(0, 1))
     for driver in (refused, single):
         driver.update()
@@ -179,8 +179,8 @@ def test_stages_that_keep_every_unit_need_a_slot_for_each_on_nvme() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         return model, zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, **options)
 
-    ways = 'use stage=3, or put parameters on the "host", or raise prefetch_bytes to the bytes of all these units'
-    with pytest.raises(BudgetError, match=rf"keep all parameters .* 8 units need a slot .* are 3; {ways}"):
+    ways = 'use stage=3, or parameters="host", or raise prefetch_bytes to the bytes of all these units'
+    with pytest.raises(BudgetError, match=rf"keep all parameters .* 8 units need a slot .* are 3 slots; {ways}"):
         sharded(stage=2, prefetch_bytes=0)
     for way in ({"stage": 3}, {"stage": 2, "parameters": "host"}, {"stage": 2, "prefetch_bytes": 8 * 64 * 65 * 2}):
         model, optimizer = sharded(**{"prefetch_bytes": 0} | way)  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ class Generations:
         if not isinstance(store, NamedByteStore) or not store.name:
             raise GenerationError(
                 f"durable= needs files that stay when the process ends, and this {type(store).__name__} has no name; "
-                "give a named one, such as zero_nvme.Slab([path], name=...)"
+                "give nvme= a store that has a name, such as zero_nvme.Slab([path], name=...)"
             )
         self._transfers, self._store, self._sync = transfers, store, sync
         self.layout = dict(layout)
@@ -292,8 +292,8 @@ class Generations:
             self._in_turns([value.places[place].read(buffer, name)])
         if place is None or self.pins.place(value) is None:  # or while it was read
             raise GenerationError(
-                f"the store was closed before {name} was copied into the checkpoint, which is incomplete; before you "
-                "close the store, call wait() on the result of save(), or close it by optimizer.close(), which waits"
+                f"the store was closed before value {name!r} was copied into the checkpoint, which is incomplete; call "
+                "wait() on the result of save() before you close the store. Or call optimizer.close(), which waits"
             )
         self.pins.give_up([value])
 

@@ -157,7 +157,7 @@ def shares(placement: Placement, kind: str, tiers: Sequence[Tier] = TIERS) -> di
         if tier not in found:
             raise PlacementError(f"{kind}: {name!r} is not a tier; known: {known}")
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not math.isfinite(share) or share < 0:
-            raise PlacementError(f"{kind}: the fraction of {tier} is {share!r}, and must be a number from 0 to 1")
+            raise PlacementError(f'{kind}: the fraction of "{tier}" is {share!r}, and must be a number from 0 to 1')
         found[tier] = float(share)
     if not math.isclose(sum(found.values()), 1.0, abs_tol=1e-6):
         raise PlacementError(f"{kind}: {dict(placement)} adds up to {sum(found.values()):g}; make the sum 1")

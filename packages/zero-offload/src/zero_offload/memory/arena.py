@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core import CHUNK_NUMEL, round_up
-from ..errors import BudgetError, ClosedError, gib
+from ..errors import LESS, BudgetError, ClosedError, gib
 
 
 class HostBudget:
@@ -42,7 +42,7 @@ class HostBudget:
         """Takes `nbytes`. Raises BudgetError if fewer are free; then nothing is taken."""
         with self._lock, self.explained():
             if nbytes > self.free_bytes:
-                raise BudgetError(f"{gib(nbytes)} of host memory are needed and {gib(self.free_bytes)} are free")
+                raise BudgetError(f"this store needs {gib(nbytes)} of host memory, and {gib(self.free_bytes)} are left")
             self._taken += nbytes
 
     @contextmanager
@@ -167,8 +167,7 @@ class Arena:
             tensor = torch.empty(round_up(self.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise BudgetError(
-                f"{gib(self.nbytes)} of host memory cannot be pinned ({error}); put more on nvme, set slots=3, or "
-                "raise the limit of locked memory (ulimit -l)"
+                f"{gib(self.nbytes)} of host memory cannot be pinned ({error}); {LESS}, or raise ulimit -l"
             ) from error
         memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         memory.tensor = tensor  # views keep the buffer, and the buffer keeps the tensor
@@ -181,16 +180,14 @@ class Arena:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
             mapping = mmap.mmap(-1, round_up(nbytes, PAGE_BYTES) + HUGE_PAGE_BYTES, flags=flags)
         except OSError as error:
-            raise BudgetError(
-                f"{gib(nbytes)} of host memory cannot be mapped ({error}); put more on nvme, or set slots=3"
-            ) from error
+            raise BudgetError(f"{gib(nbytes)} of host memory cannot be mapped ({error}); {LESS}") from error
         return mapping, HUGE_PAGE_BYTES, self._advise(mapping)
 
     @property
     def memory(self) -> memoryview:
         """The bytes, as a buffer. Raises ClosedError after close(), or while they were given back."""
         if self._memory is None:
-            raise ClosedError("the store has no host memory: it was closed, or sleeps until wake() is called")
+            raise ClosedError("the store has no host memory: the store was closed, or sleeps until wake() is called")
         return self._memory
 
     @staticmethod
@@ -208,7 +205,7 @@ class Arena:
     def take(self, nbytes: int) -> Block:
         """The next `nbytes`, from a page boundary. AssertionError beyond the planned bytes: that is a bug of ours."""
         if self._memory is None:
-            raise ClosedError("the store has no host memory: it was closed")
+            raise ClosedError("the store has no host memory, because it was closed; make a new store")
         size = round_up(nbytes, PAGE_BYTES)
         if self._taken + size > round_up(self.nbytes, PAGE_BYTES):
             raise AssertionError(f"arena of {self.nbytes} bytes: {self._taken} taken, {size} wanted")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OffloadError, gib
+from ..errors import LESS, OffloadError, gib
 
 BLOCK_BYTES = 16 << 30  # drivers accept 64 GiB; progress is logged once a block
 TELL_SECONDS = 5.0  # registering takes longer than this before progress is logged
@@ -64,7 +64,7 @@ def unregister(host: Tensor, device: torch.device) -> None:
     """The inverse of `register`. No copy may be under way."""
     found = [_call(device, "cudaHostUnregister", block) for block in host.split(BLOCK_BYTES) if block.nbytes]
     if status := next((status for status in found if status), 0):
-        raise OffloadError(f"cudaHostUnregister failed on {device} with status {status}; end the process")
+        raise OffloadError(f"cudaHostUnregister returned {status} on {device}; end the process to free its host memory")
 
 
 def parts(memory: Tensor, registered: Tensor) -> Iterator[tuple[int, int]]:
@@ -103,9 +103,9 @@ def _refused(what: str, status: int, done: int, nbytes: int, device: torch.devic
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
     return (
-        f"{what} failed on {device} with status {status}, after {gib(done)} of {gib(nbytes)}, which must fit into free "
-        f"host memory and into the limit of locked memory (ulimit -l: {limit}; a driver may allow less); put more on "
-        "nvme, set slots=3, or raise the limit (in a container, that of the container)"
+        f"{what} failed on {device} with status {status}, after {gib(done)}. The store needs {gib(nbytes)} of free "
+        f"host memory, within the limit of locked memory (ulimit -l: {limit}; a driver may allow less): {LESS}, or "
+        "raise the limit (in a container, the container's)"
     )
 
 

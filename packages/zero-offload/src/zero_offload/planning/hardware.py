@@ -146,7 +146,7 @@ class Hardware:
                 given = TierFigures(**dict(given or {}))
             given.check(name)
             if not Tier(name).stored or (name == Tier.NVME and given != TierFigures()):
-                raise HardwareError(f"tiers cannot describe {name}; set fields of Hardware, such as {name}_gib")
+                raise HardwareError(f"tiers cannot describe {name!r}; set fields of Hardware, such as {name}_gib")
             found[name] = given
         object.__setattr__(self, "tiers", found)
 

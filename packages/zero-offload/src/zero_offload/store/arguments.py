@@ -75,8 +75,8 @@ class Arguments:
         if lends_all and len(streamed) > plan.unit_slots:
             raise BudgetError(
                 f"stages 0 to 2 keep all parameters in memory until the step: {len(streamed)} units need a slot of "
-                f"{gib(plan.unit_slot_bytes)} each, and there are {plan.unit_slots}; use stage=3, or put "
-                'parameters on the "host", or raise prefetch_bytes to the bytes of all these units'
+                f"{gib(plan.unit_slot_bytes)} each, and there are {plan.unit_slots} slots; use stage=3, or "
+                'parameters="host", or raise prefetch_bytes to the bytes of all these units'
             )
         return replace(plan, durable_on=Tier.NVME) if self.durable else plan
 

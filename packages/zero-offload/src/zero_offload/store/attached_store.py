@@ -58,12 +58,12 @@ class Memory:
         keeper = slowest if to is None else to
         if keeper is None:
             raise PlacementError(
-                "sleep() has nowhere to put its bytes: this store has no nvme= and no tiers=; give sleep(to=) a "
-                "ByteStore, such as zero_nvme.Slab([path])"
+                "sleep() has nowhere to put the bytes of this store, which has no nvme= and no tiers=; give sleep(to=) "
+                "a ByteStore, such as zero_nvme.Slab([path])"
             )
         if used := self._path.in_use():
             names = ", ".join(plan.units[i].spec.name for i in sorted(used))
-            raise AsleepError(f"units are in use ({names}): zero_core.sleep(model) in place of sleep() frees them")
+            raise AsleepError(f"sleep() with units in use ({names}): call zero_core.sleep(model), which frees them")
         self._path.drain()
         values = self._values()
         try:

@@ -39,8 +39,8 @@ def generation_layout(
                 elsewhere = tier.stored and tier != plan.durable_on
                 if tile.trainable and (elsewhere or unit.whole):
                     raise GenerationError(
-                        f"durable= cannot keep the trained values of unit {unit.spec.name} on {tier}; place parameters "
-                        f'and optimizer on "host" or "{plan.durable_on}" (parameters on a GPU may be on "device")'
+                        f'durable= cannot keep the trained values of unit {unit.spec.name} on tier "{tier}"; place '
+                        f'parameters and optimizer on "host" or "{plan.durable_on}" (a GPU\'s parameters: "device" too)'
                     )
     trained = [unit.spec for unit in plan.units if unit.spec.trained]
     units = [

@@ -89,16 +89,15 @@ class GradientStore:
         unit = self._plan.units[i]
         if gradient.numel() != unit.spec.numel or gradient.dtype != self.dtype:
             raise ValueError(
-                f"gradient of {unit.spec.name}: {gradient.numel()} elements of {gradient.dtype}, "
+                f"gradient of unit {unit.spec.name}: {gradient.numel()} elements of {gradient.dtype}, "
                 f"expected {unit.spec.numel} of {self.dtype}"
             )
         if self._expected[i] and self._plan.gradient_itemsize < GRADIENT_BYTES:
             raise OffloadError(
-                f"a second gradient of {unit.spec.name} before step(): with accumulate=1 the store has "
-                f"{self._plan.gradient_itemsize} bytes an element for it, and a sum needs {GRADIENT_BYTES}; set "
-                "accumulate= of zero_offload.plan() or TieredStore() to the number of micro-batches (run.accumulate of "
-                "zero-train). If the plan says no_sync, run all but the last inside zero_core.no_sync(model). The "
-                "first gradient is still there; zero_grad() drops it"
+                f"a second gradient of unit {unit.spec.name} before step(): accumulate=1 leaves "
+                f"{self._plan.gradient_itemsize} bytes an element, and a sum needs {GRADIENT_BYTES}; set accumulate= "
+                "of zero_offload.plan() or TieredStore() to the number of micro-batches. If the plan has no_sync, run "
+                "all but the last micro-batch inside zero_core.no_sync(model). zero_grad() drops the first gradient"
             )
         self._expected[i] = unit.trainable
 
@@ -154,10 +153,10 @@ class GradientStore:
         """Raises OffloadError if fp32 `values` would have to be rounded, because there is no memory for fp32."""
         if self._plan.gradient_itemsize < GRADIENT_BYTES and not fits(values, self.dtype):
             raise OffloadError(
-                f"the new values for the gradient of {self._plan.units[i].spec.name} would be rounded to {self.dtype}: "
-                f"with accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element for gradients. Give "
-                f"it {GRADIENT_BYTES} with zero_offload.plan(accumulate=2) or TieredStore(accumulate=2), or round the "
-                f"values first: values.to({self.dtype}). Nothing was written"
+                f"new values for the gradient of {self._plan.units[i].spec.name} would be rounded to {self.dtype}: "
+                f"with accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element for gradients. Set "
+                f"zero_offload.plan(accumulate=2) or TieredStore(accumulate=2) for {GRADIENT_BYTES} bytes, or round "
+                f"the values first: values.to({self.dtype}). Nothing was written"
             )
 
     def _visit(self, i: int, start: int, stop: int, visit: Callable[[Tensor, int], object], *, changes: bool) -> None:
@@ -168,7 +167,7 @@ class GradientStore:
         held = self._whole(i)
         if held is None and start < stop:
             raise OffloadError(
-                f"{self._plan.units[i].spec.name} has received no gradient since the last update: run a backward "
+                f"unit {self._plan.units[i].spec.name} has received no gradient since the last update: run a backward "
                 "before reading or writing its gradient"
             )
         dtype = held or torch.float32
@@ -236,7 +235,7 @@ class GradientStore:
         held = self._held[i]
         if isinstance(held, str):
             raise OffloadError(
-                f"adding a gradient of {self._plan.units[i].spec.name} was interrupted, so a part of it is missing; "
+                f"adding a gradient of unit {self._plan.units[i].spec.name} was interrupted, so its sum is incomplete; "
                 "call optimizer.zero_grad() and repeat the step's backward passes"
             )
         return held
