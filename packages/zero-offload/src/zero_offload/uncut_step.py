@@ -311,8 +311,8 @@ class UncutStep:
             tile.states[name].copy_(values)
         elif bool(values.any()):
             raise UnsupportedOptimizerError(
-                f"the saved state {name!r} is of a parameter that another optimizer has now, without this state: give "
-                f"each of {kind_of(self._optimizer)} the parameters that it had then"
+                f"the optimizer of a parameter (one of {kind_of(self._optimizer)}) keeps no state {name!r}: write none, or "
+                "give each optimizer the parameters that it had when the state was saved"
             )
 
     @property
