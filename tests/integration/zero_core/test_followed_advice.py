@@ -187,7 +187,7 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
 def test_a_folder_of_pickles_is_saved_again_by_transformers(tmp_path):
     net = gpt2()
     torch.save(net.state_dict(), tmp_path / "pytorch_model.bin")
-    with advised("make them with save_pretrained() of transformers"):
+    with advised("Or make them with save_pretrained() of transformers"):
         zero_core.load_pretrained(net, tmp_path)
     net.save_pretrained(tmp_path)
     zero_core.load_pretrained(net, tmp_path)

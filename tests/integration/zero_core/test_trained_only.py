@@ -117,7 +117,7 @@ def test_a_checkpoint_of_what_is_trained_fits_only_its_base(tmp_path: Path) -> N
         checkpoint.load(tmp_path, deeper)
 
 
-@pytest.mark.advice("sharded models: save each apart")
+@pytest.mark.advice("sharded models: save and load each of these alone")
 @kit.on_ranks(1, 2)
 def test_a_part_of_a_sharded_model_is_saved(tmp_path: Path) -> None:
     """A part of a model is written by all ranks; parts of two models are refused."""

@@ -274,8 +274,9 @@ def _unwrapped(written: Path | None = None) -> Iterator[None]:
         rank, (error, _) = min(summary.failures.items())
         if isinstance(error, ZeroError):
             raise error from None
-        where = f"write {written}, {room(written)} (name another, or make room)" if written else "read the checkpoint"
-        raise CheckpointError(f"rank {rank} could not {where}: {type(error).__name__}: {error}") from error
+        where = f"write {written}, {room(written)}" if written else "read the checkpoint"
+        way = ". Name another folder. Or make room, if the disk is full" if written else ""
+        raise CheckpointError(f"rank {rank} could not {where}: {type(error).__name__}: {error}{way}") from error
 
 
 def _read(reader: Any, view: ShardView, plan: Any, tile_numel: int) -> StreamingLoadPlanner:

@@ -317,7 +317,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for name, end in sorted(ends.items()):
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing, and the manifest lists it: copy it again")
+            raise CheckpointError(f"{path} is missing, and {MANIFEST} of the same folder names it: copy it again")
         size = path.stat().st_size
         if size < end:
-            raise CheckpointError(f"{path} is cut short: {size} bytes, the manifest lists {end}: copy it again")
+            raise CheckpointError(f"{path} is cut short: it has {size} bytes of {end}: copy it again")

@@ -152,9 +152,9 @@ class Finder:
         """Raises unless the model has all left-out parameters, and the checkpoint has all others."""
         mine = {clean_name(name): tuple(n.tensor.shape) for n in self._view.names for name in n.names}
         absent = [n for n in self._absent if not any(clean_name(name) in left_out for name in n.names)]
-        others = [f"{n}: saved {s}, here {mine.get(n, 'none')}" for n, s in left_out.items() if mine.get(n) != s]
+        others = [f"{n} (saved {s}, here {mine.get(n, 'none')})" for n, s in left_out.items() if mine.get(n) != s]
         complaints = _told(("missing from the checkpoint", self._names_of(absent)))
-        complaints += _told(("not trained when it was saved, and different here", others))
+        complaints += _told(("parameters that were frozen when it was saved have another shape here", others))
         if complaints:
             raise CheckpointError(
                 f"{self._folder} is of another model: {' | '.join(complaints)}; build the model as it was saved, with "
@@ -221,8 +221,8 @@ class Finder:
                 a, b = saved[names[0]], saved[name]
                 if unlike := [f"{k}={a.get(k)} and {b.get(k)}" for k in {**a, **b} if a.get(k) != b.get(k)]:
                     raise CheckpointError(
-                        f"{self._folder} has {listed(unlike)} for {names[0]} and {name}, which are in one group here: "
-                        "build the optimizer with the groups it was saved with"
+                        f"{self._folder} was saved with {listed(unlike)} for the parameters {names[0]!r} and {name!r}, "
+                        "which are in one group here: build the optimizer with the groups it was saved with"
                     )
             groups += [{**saved[names[0]], "params": names}] if names else []
         return groups
@@ -271,8 +271,8 @@ def options_of(view: ShardView, saved: list[dict[str, Any]] | None, *, strict: b
         options = by_members.get(members) or by_trained.get(members & trained, {})
         if strict and saved is not None and not options:
             raise CheckpointError(
-                f"no checkpoint group has exactly the {len(group['params'])} parameters {listed(group['params'])}: "
-                "build the optimizer with the groups it was saved with"
+                f"an optimizer group here has the {len(group['params'])} parameters {listed(group['params'])}, and no "
+                "group of the checkpoint has exactly these: build the optimizer with the groups it was saved with"
             )
         found.append({k: v for k, v in options.items() if k != "params"})
     return found

@@ -180,8 +180,8 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
         found = sum(math.prod(item.lengths) for item in items)
         if found != part.stop - part.start:
             raise CheckpointError(
-                f"{sliced.fqn}: the checkpoint has {found} of the elements [{part.start}, {part.stop}). Not all ranks "
-                "wrote it: call save() on every rank, or load another folder"
+                f"the checkpoint has {found} of the {part.stop - part.start} elements of {sliced.fqn!r} that this rank "
+                "needs, so not all ranks wrote the checkpoint: call save() on every rank, or load another folder"
             )
         return items
 

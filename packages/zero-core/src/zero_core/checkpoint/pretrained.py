@@ -141,7 +141,7 @@ def fill(model: nn.Module, values: Mapping[str, Source]) -> None:
         recording = recording_of(owners[id(tensor)])
         if recording is None or not recording.knows(tensor):
             raise PretrainedError(
-                f"cannot load into {named.name} on meta: build the model in zero_core.deferred_init()"
+                f"cannot load into {named.name!r} on the meta device: build the model in zero_core.deferred_init()"
             )
         recording.attach(tensor, source)
     if view is not None:

@@ -93,7 +93,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int) -> Entry:
     begin, end = fields["data_offsets"]
     if fields["dtype"] not in DTYPES:
-        raise PretrainedError(f"{path}: {name} has unknown dtype {fields['dtype']}: use one of {', '.join(DTYPES)}")
+        raise PretrainedError(f"{path}: {name!r} has unknown dtype {fields['dtype']}: cast it to one of {[*DTYPES]}")
     dtype, shape = DTYPES[fields["dtype"]], list(fields["shape"])
     if dtype in _PACKED:
         shape[-1] //= _PACKED[dtype]
@@ -135,8 +135,8 @@ def open_index(folder: str | os.PathLike[str]) -> dict[str, Entry]:
     if not merged:
         found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
         raise PretrainedError(
-            f"{folder} holds no *.safetensors (found: {found}): make them with save_pretrained() of transformers, "
-            "on a machine with memory for the whole model"
+            f"{folder} holds no *.safetensors (found: {found}): download or save them again. Or make them with "
+            "save_pretrained() of transformers, on a machine with memory for the whole model"
         )
     return merged
 
@@ -152,11 +152,11 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
             f"{index_path} is damaged, or no index of safetensors: {error!r}; fetch it again"
         ) from error
     if twice := [name for name, file in listed if weight_map[name] != file]:
-        raise PretrainedError(f"{index_path} names two files for the tensor {twice[0]}: fetch it again")
+        raise PretrainedError(f"{index_path} names two files for the tensor {twice[0]!r}: fetch it again")
     files = sorted(set(weight_map.values()))
     if absent := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
         raise PretrainedError(
-            f"{index_path} names files that are not in its folder: {', '.join(absent)}: copy them there, without paths"
+            f"{index_path} names files its folder lacks: {', '.join(absent)}: copy them there, or correct the index"
         )
     headers = {f: read_header(folder / f) for f in files}
     if lost := [n for n, f in weight_map.items() if n not in headers[f]]:

@@ -161,7 +161,7 @@ def view_of(model: nn.Module) -> ShardView | None:
     homes = [home for home in found if home is not None]
     handles = {id(home.engine): home.engine.model.__dict__["_zero_handle"] for home in homes}
     if len(handles) > 1:
-        raise ZeroError(f"the {type(model).__name__} has parameters of {len(handles)} sharded models: save each apart")
+        raise ZeroError(f"the model has parameters of {len(handles)} sharded models: save and load each of these alone")
     handle: Any = model.__dict__.get("_zero_handle") or next(iter(handles.values()), None)
     if handle is None:
         return None
