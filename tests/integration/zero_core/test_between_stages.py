@@ -37,7 +37,7 @@ USES: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.advice("build their module again, and", "or call zero_core.unshard first")
+@pytest.mark.advice("build their module again, and", "Next time, call zero_core.unshard or p.detach()")
 @pytest.mark.promise("removed-parameter")
 def test_a_module_that_was_removed_is_not_usable_and_says_so() -> None:
     """Its parameters have no memory, so that any use of them would end the process."""

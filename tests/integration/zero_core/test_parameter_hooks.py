@@ -121,7 +121,7 @@ def test_a_hook_that_would_find_no_gradient_is_refused(where):
     else:
         model.head.register_forward_pre_hook(lambda *_: handles.append(add()) if not handles else None)
         model(toys.data(0, 0))
-    with pytest.raises(GradientError, match="reads was registered on head.weight .* Register it outside"):
+    with pytest.raises(GradientError, match="'reads' was registered on head.weight .* Register it outside"):
         toys.loss_of(model, toys.data(0, 0)).backward()
     handles[0].remove()
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -137,7 +137,7 @@ def test_a_hook_that_would_find_one_gradient_of_a_sum_is_refused(stage):
     weight = model.head.weight
     handle = weight.register_post_accumulate_grad_hook(reads)
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match="reads on head.weight .* Remove the hook, and read the sum with"):
+    with pytest.raises(GradientError, match="'reads' on head.weight .* Remove the hook, and read the sum with"):
         toys.loss_of(model, toys.data(1, 0)).backward()
     optimizer.zero_grad()
     handle.remove()

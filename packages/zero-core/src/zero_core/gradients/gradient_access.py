@@ -22,8 +22,8 @@ from .reducer import Reducer
 
 Key = tuple[int, int]  # a unit's index, and the number of a parameter in it
 USED_UP = (
-    "the gradient no longer exists, because update_in_backward=True frees gradients during backward. Change it in a "
-    "hook, parameter.register_hook(function), or leave update_in_backward=True out of zero_core.shard"
+    "no longer exists, because update_in_backward=True frees gradients during backward. Change the gradient in a "
+    "hook, parameter.register_hook(function). Or leave update_in_backward=True out of zero_core.shard"
 )
 
 
@@ -93,8 +93,8 @@ class GradientAccess:
             )
         if unit.gradient.leftover[k] is Leftover.STEPPED:
             raise GradientError(
-                f"step() has used up the gradient of {name}: ask between backward() and step(), and call "
-                "optimizer.zero_grad() after each step()"
+                f"step() has used up the gradient of {name}: read or change the gradient between backward() and "
+                "step(), and call optimizer.zero_grad() after each step()"
             )
         if not self._complete_all([(unit, k)])[0]:
             return False

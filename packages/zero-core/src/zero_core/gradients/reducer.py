@@ -246,8 +246,8 @@ class Reducer:
         if count:
             names = ", ".join(self.writes.unseen_names()) or "a unit of another rank"
             raise ChangedParameterError(
-                f"the forward of {names} writes into a parameter through its .data. Such a write is not noticed, so "
-                f"the value would be lost. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
+                f"the forward of {names} writes into a parameter through parameter.data. Such a value never gets into "
+                f"the shards. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
             )
         self.writes.forget()
 

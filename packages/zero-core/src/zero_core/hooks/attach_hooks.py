@@ -66,8 +66,8 @@ class _Collector:
             raise GradientError(
                 f"the post_accumulate_grad hook {getattr(first, '__qualname__', first)!r} on {name} would see the "
                 "gradient of this backward only. In torch it sees the sum since zero_grad(), but earlier gradients "
-                "have moved to the shards. Remove the hook, and read the sum with zero_core.full_gradient or change it "
-                "with zero_core.set_full_gradient before step(); or make one backward in each step"
+                "have moved to the shards. Remove the hook, and read the sum with zero_core.full_gradient before "
+                "step(). To change the sum, use zero_core.set_full_gradient. Or call backward() once in each step"
             )
         collect(unit, self.k)
 
@@ -192,11 +192,10 @@ class Attachment:
             found = next((name for name, parameter in self._untrained if parameter.requires_grad), None)
         if found is not None:
             raise ChangedParameterError(
-                f"{found} requires a gradient, and did not when the model was sharded, so it has no optimizer states "
-                "and step() would not train it. Before zero_core.shard, call requires_grad_(True) on each parameter "
-                "that will be trained later (with PEFT: model.set_requires_grad([names of adapters])). After it, "
-                "freeze and unfreeze with requires_grad_ (PEFT: set_adapter). To run the parameter without training "
-                "it, use torch.no_grad()"
+                f"{found} requires a gradient, and did not in zero_core.shard, so step() would not train it. Before "
+                "zero_core.shard, call requires_grad_(True) on each parameter that will be trained at any time (with "
+                "PEFT: model.set_requires_grad([names of adapters])). After zero_core.shard, requires_grad_ (PEFT: "
+                "set_adapter) may freeze and unfreeze these. To run this parameter untrained, use torch.no_grad()"
             )
 
 

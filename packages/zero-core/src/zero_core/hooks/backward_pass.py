@@ -244,11 +244,12 @@ class NestedGradients:
         it."""
         if self._refused or unit.gradient.waits(k) or unit.gradient.leftover[k] is Leftover.STEPPED:
             unit.gradient.collect(k)
+            earlier = "earlier gradients have moved to the shards, which zero_grad() before this forward would clear"
+            why = "update_in_backward or loss_scale= is used" if self._refused else earlier
             raise GradientError(
                 f"a backward() inside the forward of unit {unit.name!r} gave {unit.layout.slots[k].name} a gradient. "
-                "In torch, p.grad then has earlier gradients too. Here they have moved to the shards, or "
-                "update_in_backward or loss_scale= is used. Call zero_grad() before this forward, or call backward() "
-                "after it. Or use torch.autograd.grad() in this forward, and set p.grad"
+                f"p.grad cannot show what it would in torch, because {why}. Call backward() after this forward. Or use "
+                "torch.autograd.grad() in this forward, and set p.grad"
             )
         self.waiting.add((unit, k))
 

@@ -268,8 +268,8 @@ class Engine:
         """Why the shards cannot be read now, and the way out; None: they can."""
         if self.busy or in_backward():
             return (
-                "inside forward or backward: call it after loss.backward() has returned. A hook of "
-                "parameter.register_hook may change this rank's part of a gradient during backward"
+                "inside forward or backward: call it after loss.backward() has returned. To change a gradient during "
+                "backward, use parameter.register_hook(function), which gets this rank's part of the gradient"
             )
         if self.gathered:
             return "inside zero_core.gathered, which writes parameters back at its end: leave the with block first"
@@ -284,9 +284,8 @@ class Engine:
         self.calls.refuse_others(what)
         if self.reducer.updating:
             raise ZeroError(
-                f"{what} of {type(self.model).__name__} is refused: Ctrl-C or an error cut an update short, so some "
-                "parameters are updated and some are not. Build the model and its optimizer again, and load the last "
-                "checkpoint"
+                f"{what} is not possible: Ctrl-C or an error cut an update of {type(self.model).__name__} short, so "
+                "some parameters are not updated. Build the model and its optimizer again, and load the last checkpoint"
             )
         if self._stack and self.calls.over("forward"):
             self._abandon_forward()

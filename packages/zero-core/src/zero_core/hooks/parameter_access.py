@@ -55,8 +55,8 @@ class Place(Home):
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         if not self.is_of(parameter):
             raise ChangedParameterError(
-                f"tensor.data = values on a tensor that shares the memory of {self.name} would end the sharing, as in "
-                "torch, which shards cannot do. Assign the values to the attribute that holds the tensor"
+                f"tensor.data = values on a tensor that shares the memory of {self.name} would end the sharing, but "
+                "shards keep the two together. Assign the values to the attribute that holds the tensor"
             )
         self.engine.copies.write(self.unit, self.index, values, None)  # torch counts no p.data = values
         self.engine.writes.given(self.name, values, trained=self.unit.trainable)
@@ -149,8 +149,8 @@ class Left(Place):
     def full_copy(self, parameter: Tensor) -> Tensor:
         kind = type(self.engine.model).__name__
         raise ShardedParameterError(
-            f"the values of {self.name} were lost when the {kind} was sharded again without it: build its module "
-            "again. Next time, copy p.detach().clone() before you remove the module, or call zero_core.unshard first"
+            f"the values of {self.name} were lost when the {kind} was sharded again without the module that had them: "
+            "build the module again. Next time, call zero_core.unshard or p.detach().clone() before you remove a module"
         )
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
