@@ -156,7 +156,7 @@ def test_what_is_not_there_is_none_or_refused():
     toys.loss_of(model, toys.data(0, toys.world()[0])).backward()
     assert [full_gradient(p) is None for p in (weight, spare, skipped)] == [False, True, True]
     for parameter in (spare, skipped):
-        with pytest.raises(GradientError, match=r"has no gradient to overwrite.*between backward\(\) and step\(\)"):
+        with pytest.raises(GradientError, match=r"has no gradient: .*between backward\(\) and step\(\)"):
             set_full_gradient(parameter, torch.zeros(parameter.shape))
     weight.grad = None
     assert full_gradient(weight) is None
@@ -235,16 +235,16 @@ def test_calls_at_the_wrong_time_or_of_the_wrong_tensor(name):
         call(nn.Parameter(torch.zeros(2)))
 
 
-@pytest.mark.advice("step count is in unit.steps of its unit", "in a real dtype, on every rank")
+@pytest.mark.advice("and of a dtype that is not complex, on every rank")
 def test_names_and_shapes_are_checked():
     _, _, model, _ = twins()
     toys.loss_of(model, toys.data(0, 0)).backward()
     with pytest.raises(ZeroError, match=r"'step'\) of head.bias: the states .* are master, exp_avg, exp_avg_sq"):
         full_state(model.head.bias, "step")
     assert [steps for unit in zero_core.units(model) for steps in unit.steps] == [0] * len(list(model.parameters()))
-    with pytest.raises(ZeroError, match=r"\(1,\) for head.bias of shape \(3,\): give values of shape \(3,\)"):
+    with pytest.raises(ZeroError, match=r"head.bias was .* shape \(1,\) .*: give values of shape \(3,\)"):
         set_full_gradient(model.head.bias, torch.zeros(1))
-    with pytest.raises(ZeroError, match=r"complex64 values of shape \(3,\) for head.bias"):
+    with pytest.raises(ZeroError, match=r"of head.bias was .*complex64: give"):
         set_full_state(model.head.bias, "master", torch.zeros(3, dtype=torch.complex64))
 
 

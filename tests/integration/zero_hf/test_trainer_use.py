@@ -261,7 +261,7 @@ def test_a_model_that_does_not_fit_is_lost_at_the_end_and_says_so(tmp_path, monk
     monkeypatch.setattr("zero_core.api.shard.available_bytes", lambda device: 10)
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot be made plain, .* unshard\(\) needs"):
         made.end()
-    with pytest.raises(AlreadyShardedError, match="its values cannot be read from the store"):
+    with pytest.raises(AlreadyShardedError, match="cannot read the values of a sharded model"):
         train(Sharded, tmp_path, made.model)
 
 

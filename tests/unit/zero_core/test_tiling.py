@@ -134,7 +134,7 @@ def test_a_deferred_layer_keeps_its_cast_and_its_file_in_tiles(tmp_path: Path) -
     TiledLinear.from_linear(written[1], out_splits=2)  # the same recording
     with pytest.raises(DeferredInitError, match="values written into 0.weight after the with block"):
         materialise(written)
-    with pytest.raises(DeferredInitError, match="values written into weight of a Linear after"):
+    with pytest.raises(DeferredInitError, match="values written into 'weight' of a Linear after"):
         tile_linear(written, 16)
 
 

@@ -103,7 +103,7 @@ class AveragedModel:
         try:
             yield self._handle.model
             if self._handle.optimizer.step_count != self._steps:
-                raise ZeroError("step() in swapped_in() updated the averages only: restore them with load(folder)")
+                raise ZeroError("step() in swapped_in() trained the averages: AveragedModel.load(folder) restores them")
         finally:
             self._steps = None
             self._handle.settle()
@@ -143,7 +143,7 @@ class AveragedModel:
 
     def _check(self, model: nn.Module | None) -> None:
         if model is not None and model is not self._handle.model:
-            raise ZeroError(f"this is another {type(model).__name__} than AveragedModel() was given: pass that one")
+            raise ZeroError(f"this {type(model).__name__} is not the model given to AveragedModel(): pass that model")
         if self._steps is not None:
             raise ZeroError("inside AveragedModel.swapped_in() the model has the averages: leave the with block first")
         self._handle.settle()

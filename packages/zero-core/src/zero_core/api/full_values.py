@@ -198,11 +198,11 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
     gradient.
     """
     home = _home(parameter, "set_full_gradient")
-    parts = home.cut(_wide(home, values, home.shape))
+    parts = home.cut(_wide("set_full_gradient", home, values, home.shape))
     if not all([place.engine.gradients.write(place.unit, place.index, rows.reshape(-1)) for place, rows, _ in parts]):
         raise GradientError(
-            f"set_full_gradient() of {home.name}, which has no gradient to overwrite: it is frozen, or no backward has "
-            "reached it since the last zero_grad(). Unfreeze it, or call this between backward() and step()"
+            f"set_full_gradient() of {home.name}, which has no gradient: the parameter is frozen, or no backward "
+            "has reached it since zero_grad(). Unfreeze it. Or call set_full_gradient() between backward() and step()"
         )
 
 
@@ -235,7 +235,7 @@ def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
     """
     home = _state_home(parameter, name, "set_full_state")
     shaped = home.unit.shaped(home.index) if isinstance(home, Place) else {}
-    wide = _wide(home, values, shaped.get(name, home.shape))
+    wide = _wide("set_full_state", home, values, shaped.get(name, home.shape))
     if name != "master" and not all(place.unit.steps[place.index] for place in home.places):
         raise ZeroError(
             f"set_full_state({name!r}) of {home.name}, which has taken no step and has no {name} yet: call it after "
@@ -273,7 +273,7 @@ def _state_home(parameter: nn.Parameter, name: str, call: str) -> Place | Stacke
     if name not in names:
         raise ZeroError(
             f"{call}({name!r}) of {home.name}: the states of this parameter are {', '.join(names)}. Its step count "
-            "is in unit.steps of its unit in zero_core.units(model)"
+            f"is zero_core.units(model)[{home.places[0].unit.index}].steps[{home.places[0].index}]"
         )
     if name == "master" and any(place.unit.groups[place.index] is None for place in home.places):
         raise ZeroError(
@@ -283,11 +283,11 @@ def _state_home(parameter: nn.Parameter, name: str, call: str) -> Place | Stacke
     return home
 
 
-def _wide(home: Place | Stacked, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _wide(call: str, home: Place | Stacked, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The values in fp32 on the model's device."""
     if tuple(values.shape) != shape or values.is_complex():
         raise ZeroError(
-            f"{values.dtype} values of shape {tuple(values.shape)} for {home.name} of shape {shape}: give "
-            f"values of shape {shape}, in a real dtype, on every rank"
+            f"{call}() of {home.name} was given values of shape {tuple(values.shape)} and dtype {values.dtype}: give "
+            f"values of shape {shape} and of a dtype that is not complex, on every rank"
         )
     return values.detach().to(home.unit.ranks.device, torch.float32)

@@ -68,8 +68,8 @@ class Earlier:
         others = [u.layout.slots[k].whole.name for i, ((u, k), *_) in self._places.items() if i in held - self._mine]
         if others:
             raise AlreadyShardedError(
-                f"the model has only a part of a {type(places[0].engine.model).__name__} that is sharded already. It "
-                f"lacks {listed(others)}: call zero_core.{call} on the whole {type(places[0].engine.model).__name__}"
+                f"{call}() was given a part of a sharded {type(places[0].engine.model).__name__}, without its "
+                f"{listed(others)}: call zero_core.{call} on the whole {type(places[0].engine.model).__name__}"
             )
 
     # -- in and out ----------------------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ class Earlier:
             store.wait()
         except Exception as error:
             raise AlreadyShardedError(
-                f"the model is sharded already, and its values cannot be read from the store ({error}): build the "
-                f"model again, and load a checkpoint. Next time, call {call}() before optimizer.close()"
+                f"{call}() cannot read the values of a sharded model: build the model again, and load a checkpoint. "
+                f"Next time, call {call}() before optimizer.close(). The failure: {type(error).__name__}: {error}"
             ) from error
         self._refuse_gradients(engine)
         if engine.commits is not None:

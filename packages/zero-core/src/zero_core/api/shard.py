@@ -189,7 +189,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     where = compute_device(model, device, mesh)
     if secondary_shards and row.keeps_parameters:
         raise StageError(f"secondary_shards=True with stage={stage}, which gathers a unit once a step: leave it out")
-    over = "because it was sharded again: use the optimizer that the last shard() returned, and run the forward again"
+    over = "because shard() was called again: use the optimizer that the last shard() returned, and run forward again"
     with torch.inference_mode(False), Earlier(model, "shard", over) as earlier:
         overlaps = overlaps_of(model, optimized)
         for twins in overlaps.twins:
@@ -271,7 +271,7 @@ def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
     where = torch.device(device) if device is not None else found.ranks.device
     if where.type == "meta":
         raise ZeroError("unshard() with device=meta, which has no values: name a device with memory, or leave it out")
-    over = "because zero_core.unshard removed them: step a plain optimizer, and run the forward again"
+    over = "because zero_core.unshard removed them: build a plain torch optimizer, and run the forward again"
     with torch.inference_mode(False), torch.no_grad(), Earlier(model, "unshard", over):
         _check_room(found.ranks, sum(unit.nbytes for unit in found.units), where)
         values = [_values(unit, where) for unit in found.units]

@@ -36,11 +36,11 @@ def check_given(
     for name, module in model.named_modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise ZeroError(
-                f"{name or 'the model'} is a {type(module).__name__}, which copies or averages over ranks itself: give "
-                "zero_core.shard the module inside (.module), and leave the wrapper out"
+                f"{f'module {name!r}' if name else 'the model'} is a {type(module).__name__}, which copies or averages "
+                "over ranks itself: give zero_core.shard the module inside (.module), and leave the wrapper out"
             )
     if stage not in STAGES:
-        raise StageError(f"stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
+        raise StageError(f"stage={stage!r}: give the number of a stage of ZeRO: 0, 1, 2 or 3")
     if param_dtype is not None and param_dtype not in FLOATS:
         raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -56,14 +56,14 @@ def check_given(
                 f": give shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and "
                 "prepare only the data loader with accelerate"
                 if accelerates
-                else ", whose step() would not run on the shards: use one optimizer whose step() does the work of both"
+                else ". The inner step() would not run on shards: use one optimizer whose step() does the work of both"
             )
         )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ZeroError(
-                f"{name or 'the model'} is a TorchScript module with parameters. Its compiled forward runs no hooks, "
-                "so nothing can gather them: leave torch.jit out, and compile each block with torch.compile"
+                f"{f'module {name!r}' if name else 'the model'} is a TorchScript module. It runs no hooks, so nothing "
+                "can gather its parameters: leave torch.jit out, and compile each block with torch.compile"
             )
     check_initialised(model)
     for name, _, parameter, _, _ in named_parts(model):
@@ -143,8 +143,8 @@ def check_find_unused(stage: int) -> None:
     if not STAGES[stage].keeps_parameters:
         raise StageError(
             f"find_unused_parameters=True cannot be used with stage={stage}: all ranks gather each unit when it runs, "
-            "so no rank may skip one. Use stage 0, 1 or 2. Or leave find_unused_parameters out, and where a batch has "
-            f"no input for some units, {BLANK}"
+            "so no rank may skip a unit. Use stage 0, 1 or 2. Or leave find_unused_parameters out. If a batch then has "
+            f"no input for a unit, {BLANK}"
         )
 
 

@@ -204,9 +204,9 @@ def _follower(lead: Extent, other: Extent) -> Follower:
         )
     if type(tensor) is not Tensor or tensor.requires_grad or not _same(lead, other):
         raise ShardedParameterError(
-            f"{other.name} {tuple(tensor.shape)}, a {type(tensor).__name__} of {tensor.dtype}, shares memory with "
+            f"the {type(tensor).__name__} {other.name!r} {tuple(tensor.shape)} of {tensor.dtype} shares memory with "
             f"{lead.name} {tuple(part.shape)}, and shards would separate the two. Assign `{_path(lead.name)}.detach()` "
-            "in its place, which follows the parameter, and index it where the values are used. Or give the tensor "
+            "in place of that tensor: a view follows the parameter, and forward() can index it. Or give the tensor "
             "memory of its own with clone(), before zero_core.shard"
         )
     return Follower(tensor, part)

@@ -54,8 +54,8 @@ def continue_recording(module: nn.Module) -> Iterator[None]:
         raise DeferredInitError(f"{type(module).__name__} is on the meta device: build it inside deferred_init()")
     if changed := [name for name, p in module.named_parameters(recurse=False) if recording.changed_since(p)]:
         raise DeferredInitError(
-            f"values written into {', '.join(changed)} of a {type(module).__name__} after the with block of "
-            "deferred_init() were not recorded: write them inside the block"
+            f"values written into {', '.join(map(repr, changed))} of a {type(module).__name__} after the with block "
+            "of deferred_init() were not recorded: write them inside the block"
         )
     with _recording_into(recording):
         yield

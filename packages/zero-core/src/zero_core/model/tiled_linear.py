@@ -115,7 +115,7 @@ def tile_linear(model: nn.Module, threshold: int) -> tuple[str, ...]:
     if threshold < 1:
         raise ValueError(f"threshold={threshold} elements must be at least 1")
     if isinstance(model, nn.Linear):
-        raise ZeroError("the model is itself a linear layer; use TiledLinear.from_linear(model, out_splits=...)")
+        raise ZeroError("tile_linear() cannot replace model itself: use TiledLinear.from_linear(model, out_splits=...)")
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     linears: Any = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
     chosen = [(n, m) for n, m in linears if m.weight.numel() > threshold and uses[id(m.weight)] == 1]

@@ -33,7 +33,7 @@ class Pairs:
         if self.bounds[0]:
             raise ZeroError(
                 f"top_k_index has negative entries ({self.bounds[0]} of {flat.numel()}), which name no expert: give "
-                f"unused slots an index of {edges[-1][1]} or more, or a weight of 0"
+                f"unused slots an index of {edges[-1][1]} or more. Or give them any expert's index, and the weight 0"
             )
 
     def counts(self) -> list[int]:

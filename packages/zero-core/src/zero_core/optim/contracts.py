@@ -112,12 +112,12 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
         else f"{kind} has no optimizer_contract{_other_options(member)}, so its parameters are stepped together"
     )
     ways = (
-        "Use an optimizer that steps each parameter by itself, such as AdamW"
+        "Or use an optimizer that steps each parameter by itself, such as AdamW"
         if declared
         else 'If its step() works on one parameter at a time, say shard(optimizer_contract="by itself"). If it works '
         'on one element at a time, say "elementwise". Or use an optimizer that has a contract, such as AdamW'
     )
-    return f"{why}; that needs one rank or stage=0, and no store=. {ways}"
+    return f"{why}; then each rank must have all of them: use one rank or stage=0, in both cases without store=. {ways}"
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> str | None:
