@@ -168,7 +168,7 @@ REFUSED = [
     (does("net.a.weight.data, net.b.weight.data = torch.ones(WIDTH, 2 * WIDTH).chunk(2, dim=1)"),
      r"b.weight \(8, 8\) and a.weight .* give one memory of its own", COPY),
     (does("net.w = net.a.weight.data[2:7]"),
-     r"w \(5, 8\), a Tensor .* memory with a.weight .* index it where the values are used", "del model.w"),
+     r"the Tensor 'w' \(5, 8\) of .* memory with a.weight .* forward\(\) can index it", "del model.w"),
     (does("net.w = net.a.weight.data.t()"), r"the Tensor 'w' \(8, 8\) of .* shares memory with a.weight", ""),
     (buffered, r"the buffer b.w \(8, 8\) shares memory with the parameter a.weight",
      "del model.b.w; model.b.w = model.a.weight.detach()"),
@@ -179,7 +179,7 @@ REFUSED = [
     (does("net.w = torch.zeros(128)", "net.a.weight.data, net.b.weight.data = net.w.view(2, WIDTH, WIDTH).unbind()"),
      r"the Tensor 'w' \(128,\) of .* shares memory with a.weight", ""),
     (does("net.w = net.a.weight.data.view(torch.int32)"),
-     r"w \(8, 8\), a Tensor of torch.int32, shares memory .* give the tensor memory of its own", "del model.w"),
+     r"the Tensor 'w' \(8, 8\) of torch.int32 shares memory .* give the tensor memory of its own", "del model.w"),
     (two_pairs, r"b.weight .* over the same memory.*\. The same is true of b.bias and a",
      f"{COPY}; model.b.bias.data = model.b.bias.data.clone()"),
 ]  # fmt: skip
