@@ -94,7 +94,7 @@ def test_a_step_with_the_averages_swapped_in_is_told_and_so_is_a_second_swap(tmp
     optimizer = zero_core.shard(model, optimizer)
     ours = zero_core.AveragedModel(model)
     ours.update_parameters()
-    with ours.swapped_in(), pytest.raises(ZeroError, match="swapped_in: leave the with block"):
+    with ours.swapped_in(), pytest.raises(ZeroError, match="the averages: leave the with block"):
         ours.update_parameters()
     ours.update_parameters()  # as the error says
     ours.save(tmp_path)

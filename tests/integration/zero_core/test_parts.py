@@ -219,7 +219,7 @@ def freeze(base: Any) -> None:
 ASKS = r"Scaled that requires a gradient.*: call requires_grad_\(False\) on it, or convert it to a plain parameter"
 REFUSED: list[tuple[str, Any, type[ZeroError], str, Any]] = [
     ("packed", lambda base: setattr(base.state, "other", base.weight.data.view(torch.uint8)),
-     ShardedParameterError, r"1.0.base.state.other .* memory with 1.0.base.weight", None),
+     ShardedParameterError, r"1.0.base.state.other' .* memory with 1.0.base.weight", None),
     ("wrapper", lambda base: setattr(base.weight, "codes", Scaled.of(torch.ones(WIDTH, WIDTH)).data),
      ShardedParameterError,
      "weight.codes is a Scaled .* inner tensor 'codes' is not plain.* Convert .* to a plain parameter before", convert),

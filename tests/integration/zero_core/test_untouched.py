@@ -102,6 +102,6 @@ def test_processes_without_a_group_are_refused(monkeypatch):
 @pytest.mark.promise("inside-ddp")
 def test_a_wrapper_that_averages_itself_is_refused():
     model = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))
-    with pytest.raises(ZeroError, match=r"0 is a DataParallel.*the module inside \(.module\), and leave the"):
+    with pytest.raises(ZeroError, match=r"module '0' is a DataParallel.*the module inside \(.module\), and leave the"):
         zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     zero_core.shard(model[0].module, torch.optim.SGD(model.parameters(), lr=0.1))
