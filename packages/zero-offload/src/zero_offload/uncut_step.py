@@ -311,8 +311,8 @@ class UncutStep:
             tile.states[name].copy_(values)
         elif bool(values.any()):
             raise UnsupportedOptimizerError(
-                f"the optimizer of a parameter (one of {kind_of(self._optimizer)}) keeps no state {name!r}: write none, "
-                "or give each optimizer the parameters that it had when the state was saved"
+                f"the optimizer of a parameter (one of {kind_of(self._optimizer)}) keeps no state {name!r}: write none,"
+                " or give each optimizer the parameters that it had when the state was saved"
             )
 
     @property
