@@ -73,7 +73,7 @@ def test_a_part_of_a_sharded_model_and_a_sharded_optimizer():
 @pytest.mark.promise("elementwise-refused")
 def test_an_optimizer_that_keeps_the_parameters_themselves():
     model = toys.Stack()
-    with pytest.raises(UnsupportedOptimizerError, match=r"LBFGS keeps parameters in self\._params.*or use another"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"LBFGS keeps parameters in self\._params.*Or use another"):
         zero_core.shard(model, torch.optim.LBFGS(model.parameters()))
     toys.loss_of(model, toys.data(0, 0)).backward()  # the refused model is untouched
     assert model.head.weight.grad is not None
@@ -684,7 +684,7 @@ def test_a_parameter_made_over_a_sharded_one_is_refused(stage, change):
         change(model.head)
 
 
-@pytest.mark.advice("Pass reduce_dtype= to zero_core.shard for the dtype")
+@pytest.mark.advice("Remove this line, and pass reduce_dtype= to zero_core.shard for the dtype")
 @pytest.mark.promise("grad-dtype")
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -692,7 +692,7 @@ def test_another_dtype_of_gradients_is_refused_by_name(stage):
     """In plain torch p.grad has that dtype. Here it would have the parameter's, without reduce_dtype=."""
     model = toys.Stack().bfloat16()
     model.head.weight.grad_dtype = torch.float32
-    with pytest.raises(GradientError, match=r"= torch\.float32 for head\.weight: .*bfloat16. Pass reduce_dtype="):
+    with pytest.raises(GradientError, match=r"= torch\.float32 for head\.weight: .*bfloat16. Remove this line, and"):
         kit.sharded(model, stage=stage)
     model.head.weight.grad_dtype = torch.bfloat16
     model.embed.bias.requires_grad_(False).grad_dtype = torch.float32

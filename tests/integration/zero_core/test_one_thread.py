@@ -107,7 +107,7 @@ def test_a_second_thread_is_told_so_while_one_is_in_a_pass(stage, where, use, mo
     monkeypatch.setattr(Meeting, "meeting", meet if where == "step" else None)
     optimizer.step()
     (error,) = raised
-    told = f"while thread 'MainThread' is in its {where}"
+    told = f"while thread 'MainThread' is in {where} of the same model"
     assert isinstance(error, ZeroError) and "in thread 'second" in str(error) and told in str(error)
     kit.assert_bits(list(model.state_dict().values()), wanted)
     optimizer.zero_grad()

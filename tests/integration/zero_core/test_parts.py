@@ -188,7 +188,9 @@ def test_values_are_written_with_copy_and_load_state_dict() -> None:
     other[1][0].base.weight.scale.mul_(2)
     shard(model)
     weight: Any = model[1][0].base.weight
-    with pytest.raises(AttributeError, match="the inner tensors of .* have no memory: use zero_core.gathered"):
+    with pytest.raises(
+        AttributeError, match="the inner tensors of .* have no memory here: use `with zero_core.gathered"
+    ):
         weight.__tensor_flatten__()
     with zero_core.gathered(model):
         assert weight.__tensor_flatten__()[0] == ["codes", "scale"]
@@ -216,17 +218,17 @@ def freeze(base: Any) -> None:
     base.weight.requires_grad_(False)
 
 
-ASKS = r"Scaled that requires a gradient.*: call requires_grad_\(False\) on it, or convert it to a plain parameter"
+ASKS = r"Scaled, requires a gradient.*: call requires_grad_\(False\) on it, or convert it to a plain parameter"
 REFUSED: list[tuple[str, Any, type[ZeroError], str, Any]] = [
     ("packed", lambda base: setattr(base.state, "other", base.weight.data.view(torch.uint8)),
      ShardedParameterError, r"1.0.base.state.other' .* memory with 1.0.base.weight", None),
     ("wrapper", lambda base: setattr(base.weight, "codes", Scaled.of(torch.ones(WIDTH, WIDTH)).data),
      ShardedParameterError,
-     "weight.codes is a Scaled .* inner tensor 'codes' is not plain.* Convert .* to a plain parameter before", convert),
+     "codes, of class Scaled, .* inner tensor 'codes' is not plain.* Convert .* to a plain parameter before", convert),
     ("wrapper", lambda base: base.weight.requires_grad_(True), ShardedParameterError, ASKS, convert),
     ("wrapper", lambda base: base.weight.requires_grad_(True), ShardedParameterError, ASKS, freeze),
     ("packed", lambda base: setattr(base.weight, "bnb_quantized", False),
-     ZeroError, "1.0.base.weight is a Packed that is not quantised yet", None),
+     ZeroError, "1.0.base.weight, of class Packed, is not quantised yet", None),
     ("packed", lambda base: setattr(base.weight, "quant_state", SimpleNamespace(packing_format_for_cpu=True)),
      ZeroError, "was repacked by bitsandbytes.*: load the model again", None),
 ]  # fmt: skip

@@ -334,5 +334,5 @@ def test_addresses_of_parameters_without_memory_say_which_are_tied_and_nothing_e
     first, second, third = (layer.weight.data_ptr() for layer in net)
     assert first == third and hash(first) == hash(third) and first != second and first != 0
     for use in (int, hex, lambda address: address + 4, lambda address: address < 4, lambda address: address % 4):
-        with pytest.raises(ShardedParameterError, match="use zero_core.gathered"):
+        with pytest.raises(ShardedParameterError, match="use `with zero_core.gathered"):
             use(first)

@@ -196,7 +196,9 @@ def test_masters_of_16_bit_parameters_are_stepped_together():
     kit.assert_bits(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.advice("use one rank or stage=0, in both cases without store=")
+@pytest.mark.advice(
+    "use one rank or stage=0, in both cases without store=", "options with which step() draws none, or another optimizer"
+)
 @kit.on_ranks(2)
 def test_shards_of_several_ranks_are_refused_and_a_contract_helps():
     with pytest.raises(UnsupportedOptimizerError, match="Noise has drawn random numbers in step"):
@@ -209,6 +211,7 @@ def test_shards_of_several_ranks_are_refused_and_a_contract_helps():
     train(*sharded(lambda groups: torch.optim.AdamW(groups), stage=2))
 
 
+@pytest.mark.advice("Give each parameter a gradient, or use another")
 def test_update_in_backward_and_a_step_of_what_had_no_gradient_are_refused():
     with pytest.raises(UnsupportedOptimizerError, match="Norm has no .*: leave update_in_backward out"):
         sharded(Norm, stage=3, update_in_backward=True)

@@ -140,7 +140,7 @@ def test_what_would_keep_parameters_without_memory_is_refused():
     torch.testing.assert_close(torch.jit.trace(plain, (x,))(x), model(x))
     with pytest.raises(ZeroError, match="cannot be traced, exported or run on fake tensors"):
         func.linearize(model, x)
-    with pytest.raises(ZeroError, match="a sharded model|use zero_core.gathered"):
+    with pytest.raises(ZeroError, match="a sharded model|use `with zero_core.gathered"):
         torch.export.export(model, (x,))
     told = r"To torch.func.functional_call, pass plain tensors: \{name: parameter.detach"
     with pytest.raises(ChangedParameterError, match=told):

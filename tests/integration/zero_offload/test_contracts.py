@@ -250,7 +250,7 @@ def test_a_step_that_shows_that_the_word_was_wrong_is_an_error(place):
     model, optimizer = sharded(Looks, place)
     with pytest.raises(
         UnsupportedOptimizerError,
-        match=r"the step of .* has set 'd' in .* of Looks to .*, and a trial step .*by itself",
+        match=r"the step of .* has set 'd' in .* of optimizer Looks to .*, but a trial step .*by itself",
     ):
         train(model, optimizer)
         model.state_dict()
@@ -288,7 +288,8 @@ class Odd(Alone):
 
 
 @pytest.mark.advice(
-    "take options with which it keeps no other states",
+    "set options without such states, or use another",
+    "set options with which step() draws none, or use another",
     "steps its parameters together (optimizer_contract='together')",
     "{} has no optimizer_contract='elementwise': leave update_in_backward out",
 )
@@ -296,14 +297,18 @@ class Odd(Alone):
     ("build", "options", "told"),
     [
         (partial(Alone, noise=True), {}, r"Alone draws random numbers in step\(\).*No parameter was updated"),
-        (partial(Odd, noise=True), {}, r"Odd keeps queue \(list\). Only contiguous float32"),
+        (partial(Odd, noise=True), {}, r"Odd keeps the state 'queue' \(list\). Only contiguous float32"),
         (Alone, {"place": "host", "optimizer_contract": "together"}, "Alone steps its parameters together"),
         (
             lambda groups: torch.optim.LBFGS([p for group in groups for p in group["params"]]),
             {"place": "host", "optimizer_contract": "by itself"},
             r"LBFGS steps its parameters together \(optimizer_contract='together'\)",
         ),
-        (Alone, {"optimizer_contract": "alone"}, "optimizer_contract='alone' of Alone must be one of 'elementwise'"),
+        (
+            Alone,
+            {"optimizer_contract": "alone"},
+            r"optimizer_contract='alone' of optimizer Alone must be one of \('elementwise'",
+        ),
         (Alone, {"update_in_backward": True}, "Alone has no .*: leave update_in_backward out"),
     ],
 )

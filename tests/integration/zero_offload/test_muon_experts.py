@@ -268,7 +268,7 @@ def beside(model: nn.Module, kind: Any, **options: Any) -> list[torch.optim.Opti
 def test_rows_that_an_optimizer_does_not_step_apart_are_refused(kind: Any, options: dict[str, Any]) -> None:
     model = mixtures.qwen()
     before = muon.parameters_of(model)
-    with pytest.raises(UnsupportedOptimizerError, match="as one tensor, and its experts are sharded in groups: pass"):
+    with pytest.raises(UnsupportedOptimizerError, match="as one tensor, but its experts are sharded in groups: pass"):
         zero_core.shard(model, beside(model, kind, **options), expert_bytes=GROUP)
     assert not apart(muon.parameters_of(model), before)
     ways = [({**options, "says": False}, None), (options, None)]  # it does not say so, and experts are not cut

@@ -232,7 +232,7 @@ def test_a_linear_that_is_not_quantised_yet_is_refused() -> None:
     import bitsandbytes as bnb
 
     for linear in (bnb.nn.Linear4bit(64, 64), bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)):
-        with pytest.raises(zero_core.ZeroError, match=r"weight is a \w+ that is not quantised yet"):
+        with pytest.raises(zero_core.ZeroError, match=r"weight, of class \w+, is not quantised yet"):
             zero_core.shard(nn.Sequential(linear).requires_grad_(False))
 
 

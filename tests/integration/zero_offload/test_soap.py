@@ -227,7 +227,9 @@ def test_an_option_that_decides_which_states_there_are_stays(place: str) -> None
     before = optimizer.param_groups[0]["max_side"]
     optimizer.param_groups[0]["max_side"] = WIDTH
     muon.own_loss_of(model, 1).backward()
-    with pytest.raises(UnsupportedOptimizerError, match="an option of .* changed during .* Set it back"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match="an option of param group 0 of .* changed during .* Set it back"
+    ):
         optimizer.step()
     optimizer.param_groups[0]["max_side"] = before
     optimizer.step()

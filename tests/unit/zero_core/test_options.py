@@ -107,7 +107,7 @@ def test_a_group_whose_parameters_change_is_refused_before_the_step(change, grou
     train(model, optimizer, {}, steps=1)
     values = kit.values(model)[0]
     change(optimizer.param_groups)
-    told = rf"param group {group} of SGD changed after zero_core.shard \(added: {added}, removed: {removed}\)"
+    told = rf"param group {group} of optimizer SGD changed after zero_core.shard \(added: {added}, removed: {removed}\)"
     with pytest.raises(UnsupportedOptimizerError, match=told):
         train(model, optimizer, {}, steps=1)
     assert torch.equal(kit.values(model)[0], values)
@@ -120,7 +120,7 @@ def test_a_group_whose_parameters_change_is_refused_before_the_step(change, grou
         assert not torch.equal(kit.values(model)[0], values)
 
 
-@pytest.mark.advice("To change its options later, give it its own group before")
+@pytest.mark.advice("To change its options later, give p its own group before")
 def test_a_parameter_that_stops_or_gets_other_options_later_trains_as_advised():
     def trained(made):
         model, optimizer = made
@@ -148,7 +148,9 @@ def test_an_option_that_decides_what_is_needed_whole_stays(first, then):
     optimizer = zero_core.shard(model, optimizer)
     train(model, optimizer, {}, steps=1)
     values = kit.values(model)[0]
-    with pytest.raises(UnsupportedOptimizerError, match="an option of Rows changed .* Set it back"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match="an option of param group 0 of optimizer Rows changed .* Set it back"
+    ):
         train(model, optimizer, {0: {"largest": then}}, steps=1)
     assert torch.equal(kit.values(model)[0], values)
     train(model, optimizer, {0: {"largest": first}}, steps=1)  # the way out

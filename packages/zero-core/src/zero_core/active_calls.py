@@ -177,8 +177,8 @@ class Calls:
             if (thread := _thread_in(frame)) is not None:
                 raise ZeroError(
                     f"{what} of {self._model} began in thread {threading.current_thread().name!r}, while thread "
-                    f"{thread!r} is in its {other}. Only one thread at a time may use a sharded model: share one "
-                    "threading.Lock between the threads, and hold it from forward to the end of step()"
+                    f"{thread!r} is in {other} of the same model. Only one thread at a time may use a sharded model: "
+                    "share one threading.Lock between the threads, and hold it from forward to the end of step()"
                 )
 
 

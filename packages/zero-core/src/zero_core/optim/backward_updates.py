@@ -47,8 +47,8 @@ class UpdatesInBackward:
     def _update(self, unit: Unit, flags: Callable[[], list[float]] | None) -> None:
         if unit.index in self._updated:
             raise GradientError(
-                f"a gradient reached unit {unit.name!r}, which backward has updated since the last step(): a second "
-                "backward ran, or a parameter was used outside of its module. Leave update_in_backward out"
+                f"a gradient reached unit {unit.name!r}, which backward has updated since the last step(): backward() "
+                "ran twice, or a parameter was used outside its module. Leave update_in_backward out of zero_core.shard"
             )
         if not self._updated and self.options is not None:
             self.options.check()

@@ -58,7 +58,7 @@ def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
             vars(member)[_SETTLED] = found
         if found not in (None, *CONTRACTS):
             raise UnsupportedOptimizerError(
-                f"optimizer_contract={found!r} of {kind_of(member)} must be one of {', '.join(map(repr, CONTRACTS))}"
+                f"optimizer_contract={found!r} of optimizer {kind_of(member)} must be one of {CONTRACTS}"
             )
 
 
@@ -105,7 +105,7 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
     if (member := next((each for each in members_of(optimizer) if contract_of(each) == TOGETHER), None)) is None:
         return None
     declared = _listed(member) or vars(member).get(_DECLARED) or _by_attribute(member)
-    kind = kind_of(member)
+    kind = f"optimizer {kind_of(member)}"
     why = (
         f"{kind} steps its parameters together (optimizer_contract='together')"
         if declared
@@ -221,8 +221,8 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
 
 def _add_none(group: Mapping[str, Any]) -> None:
     raise UnsupportedOptimizerError(
-        "step() adds a param group, whose parameters were not there when zero_core.shard cut the shards: add it to "
-        "the optimizer before zero_core.shard"
+        "step() of the optimizer adds a param group, but its parameters have no shards: add the group to the "
+        "optimizer before zero_core.shard"
     )
 
 

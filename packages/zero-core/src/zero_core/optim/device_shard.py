@@ -116,8 +116,8 @@ class DeviceShard:
         """Returns (numel,) of the reduce dtype, or fp32. Raises StoreError if there is no gradient."""
         if self.gradient is None:
             raise StoreError(
-                f"{self.spec.name} has received no gradient since the last update: run a backward before reading or "
-                "writing its gradient"
+                f"unit {self.spec.name!r} has received no gradient since the last update: run a backward before "
+                "reading or writing the gradient"
             )
         return self.gradient
 
@@ -163,7 +163,7 @@ class DeviceShard:
         stepped = {s.group for s, step in zip(self.spec.segments, steps, strict=True) if step}
         for member in members_of(self.optimizer):
             for group in (each for each in member.param_groups if each["zero_group"] in stepped):
-                check_step(member, group, groups[group["zero_group"]].options, self.spec.name)
+                check_step(member, group, groups[group["zero_group"]].options, f"unit {self.spec.name!r}")
         for segment, view in zip(self.spec.segments, self.views, strict=True) if self._replaces else ():
             undress(view, _in_shape(self.master, segment))
         for view in self.views:

@@ -155,9 +155,9 @@ class DeviceStore(ShardStore):
                 shard.end_update(groups, counts)
         if changed := [name for name, view, before in still if not torch.equal(view, before)]:
             raise UnsupportedOptimizerError(
-                f"a step of {kind_of(self._optimizer)} changed {changed[0]}, which had no gradient, and this change "
-                "does not reach the model. Parameters with a gradient were updated. Give each parameter a gradient, or "
-                "use another optimizer"
+                f"a step of optimizer {kind_of(self._optimizer)} changed {changed[0]}, which had no gradient, and this "
+                "change does not reach the model. Parameters with a gradient were updated. Give each parameter a "
+                "gradient, or use another optimizer"
             )
         for member in members_of(self._together):
             for group in member.param_groups if contract_of(member) == TOGETHER else ():

@@ -27,8 +27,8 @@ from .single_parameter import is_number, number_of
 from .state_names import StateFormat
 
 INSTEAD = (
-    "zero_core.checkpoint.save(folder, model, optimizer) writes them from every rank, for checkpoint.load at any "
-    "number of ranks; optimizer.full_state_dict() returns them as a plain dict. Call either on every rank"
+    "To save the optimizer, call zero_core.checkpoint.save(folder, model, optimizer) on every rank; checkpoint.load "
+    "reads the folder at any number of ranks. For a plain dict, call optimizer.full_state_dict() on every rank"
 )
 
 _Groups = Sequence[Mapping[str, Any]]
@@ -42,14 +42,14 @@ class States(defaultdict[Any, Any]):
     def __missing__(self, parameter: Any) -> Any:
         raise UnsupportedOptimizerError(
             "optimizer.state of a sharded optimizer has no entry for a parameter, because each rank has a part of "
-            f"each state: zero_core.full_state(parameter, name) reads one, and set_full_state writes it. {INSTEAD}"
+            f"each state. Use zero_core.full_state(parameter, name) and zero_core.set_full_state. {INSTEAD}"
         )
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: read-only, because writes would be ignored."""
         raise UnsupportedOptimizerError(
-            "optimizer.state of a sharded optimizer is read-only, because each rank has a part of each state: "
-            "zero_core.set_full_state(parameter, name, values) writes one. Write zeros to reset it"
+            "optimizer.state of a sharded optimizer is read-only, because each rank has a part of each state. "
+            "Write a state with zero_core.set_full_state(parameter, name, values), and zeros to reset the state"
         )
 
     clear = pop = popitem = update = setdefault = __setitem__ = __delitem__ = _refuse_change
@@ -213,9 +213,9 @@ def _refuse_absent(unit: Unit, k: int, form: StateFormat, entry: Mapping[str, An
     absent = [name for name in _kept(unit, k, form) if name not in entry and name not in none]
     if absent and absent != ["step"] and ("step" not in entry or int(entry["step"]) > 0):
         raise UnsupportedOptimizerError(
-            f"the state dict has {', '.join(entry)} of {unit.layout.slots[k].name} and no {', '.join(absent)}: "
-            "training would go on with empty states. Load what optimizer.full_state_dict() or a torch optimizer with "
-            "the same options returned, or a folder with zero_core.checkpoint.load(folder, model, optimizer)"
+            f"the state dict has {list(entry)} of {unit.layout.slots[k].name}, but not {absent}: training would go on "
+            "with empty states. Load what optimizer.full_state_dict() returned, or state_dict() of a torch optimizer "
+            "with the same options. Or call zero_core.checkpoint.load(folder, model, optimizer)"
         )
 
 
@@ -233,9 +233,9 @@ def _check_masters(masters: Sequence[tuple[Unit, int, dict[str, Any]]], ranks: R
     anywhere = ranks.anywhere(differ, "the state dict's masters")
     if names := [u.layout.slots[k].name for (u, k, _), flag in zip(masters, anywhere, strict=True) if flag]:
         raise ZeroError(
-            f"the state dict has fp32 masters of other weights than the model has, for {len(names)} parameters "
-            f"({names[0]} ...): load the weights first, with model.load_state_dict, and then the optimizer. To keep "
-            "the model's weights with these optimizer states, remove state_dict['masters']"
+            f"the fp32 masters in the state dict differ from the model's weights, for {len(names)} parameters "
+            f"({names[0]} ...): load the weights first, with model.load_state_dict. Or, to keep the model's weights "
+            "with these optimizer states, remove state_dict['masters']"
         )
 
 

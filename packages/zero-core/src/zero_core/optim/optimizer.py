@@ -71,7 +71,7 @@ class ShardedOptimizer(Optimizer):
         if updates is not None:
             if self._by_itself or self._together:
                 raise UnsupportedOptimizerError(
-                    f"update_in_backward=True needs an elementwise optimizer, such as AdamW. {self._kind} has no "
+                    f"update_in_backward=True needs an elementwise optimizer, such as AdamW. Optimizer {self._kind} has no "
                     "optimizer_contract='elementwise': leave update_in_backward out"
                 )
             updates.options = self._options
@@ -164,8 +164,8 @@ class ShardedOptimizer(Optimizer):
         engine.store.update(groups, scale, engine.orders.next_use(), steps)
         if random is not None and not torch.equal(random, torch.get_rng_state()):
             raise UnsupportedOptimizerError(
-                f"{self._kind} has drawn random numbers in step(). Each rank draws different ones, so their parameters "
-                "differ now: use one rank, give it the option that draws none, or use another optimizer"
+                f"optimizer {self._kind} has drawn random numbers in step(). Each rank draws different numbers, so its "
+                "parameters differ now: use one rank, options with which step() draws none, or another optimizer"
             )
         for number, values in written.items():
             self.param_groups[number].update(copy.deepcopy(values))
@@ -186,7 +186,7 @@ class ShardedOptimizer(Optimizer):
         if getattr(self, "_sealed", False):
             raise UnsupportedOptimizerError(
                 "add_param_group after zero_core.shard: the shards are cut already. Add the group to your optimizer "
-                "before shard. To train it only later, freeze it after shard, with requires_grad_(False)"
+                "before zero_core.shard. To train it later, call p.requires_grad_(False) for its parameters after that"
             )
         super().add_param_group(param_group)
 
@@ -206,7 +206,7 @@ class ShardedOptimizer(Optimizer):
         if kept:
             raise UnsupportedOptimizerError(
                 f"state_dict() of a sharded optimizer would lack {', '.join(kept)}, because each rank has only a part "
-                f"of them. {INSTEAD}"
+                f"of each. {INSTEAD}"
             )
         return self._full(keep=True)
 
@@ -230,9 +230,9 @@ class ShardedOptimizer(Optimizer):
         """Raise UnsupportedOptimizerError where this rank has a state that a first step does not make."""
         if (late := self.engine.store.late_state()) is not None:
             raise UnsupportedOptimizerError(
-                f"{self._kind} created the state {late[1]!r} of {late[0]} after its first step. Only states that the "
-                "first step creates can be saved and loaded. Let it make all of them in the first step; to save the "
-                "weights that were trained so far, call zero_core.checkpoint.save(folder, model)"
+                f"optimizer {self._kind} created the state {late[1]!r} of {late[0]} after the first step. Only states "
+                f"that the first step creates can be saved and loaded: create {late[1]!r} in the first step. To save "
+                "the weights that were trained so far, call zero_core.checkpoint.save(folder, model)"
             )
 
     def _full(self, *, keep: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from .single_parameter import packed, packed_shape
 from .state_names import state_formats
 
 _WAY_OUT = "give shard() an optimizer that has not stepped, or shard first and load with zero_core.checkpoint.load"
-_OTHER = "remove it, or bring the states of an optimizer of the same class and options"
+_OTHER = "Remove this state, or use the states of an optimizer of the same class and options"
 
 
 def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: ShardStore, ranks: Ranks) -> None:
@@ -34,7 +34,7 @@ def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: S
     _refuse_early(optimizer, units, ranks.device)
     stepped = {id(p): state for each in members for p, state in each.state.items() if _steps(state) > 0}
     found = [(u, k, u.rows_of(k, stepped[id(p)])) for u, k, p in optimized_in(units) if id(p) in stepped]
-    put_states(found, store, ranks, kind_of(optimizer))
+    put_states(found, store, ranks, f"optimizer {kind_of(optimizer)}")
     for each in members:
         each.state.clear()  # also states made before any step, as Adagrad's are: the store has its own
 
@@ -58,9 +58,9 @@ def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], devic
         if kept:
             carried = kept.keys() <= form.built.keys()  # a store keeps the states of copies
             raise UnsupportedOptimizerError(
-                f"{kind_of(optimizer)} has {', '.join(map(repr, kept))} of {name} before its first step: shards are "
-                "stepped by copies of the optimizer, which start without this state. Let step() make it if state[p] "
-                "is empty" + (", or take one step of the plain model before zero_core.shard" if carried else "")
+                f"optimizer {kind_of(optimizer)} has {', '.join(map(repr, kept))} in the state of {name} before the "
+                "first step. Its copies with empty states step the shards: create states in step() if state[p] is empty"
+                + (", or take one step of the plain model before zero_core.shard" if carried else "")
             )
 
 
@@ -115,11 +115,11 @@ def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: Shard
             if name == "step" or not isinstance(value, (Tensor, int, float)):
                 continue
             shape = packed_shape(value) if name in shaped else tuple(value.shape) if isinstance(value, Tensor) else ()
-            wanted = shaped.get(name, slot.shape if name in names else () if name in scalars else None)
-            if shape != wanted:
+            kept = {**dict.fromkeys(scalars, ()), **dict.fromkeys(names, slot.shape), **shaped}
+            if shape != kept.get(name):
                 raise UnsupportedOptimizerError(
-                    f"{kind} brings {name!r} of {slot.name}, shape {shape}, which {type(store).__name__} does not keep "
-                    f"(it keeps {', '.join((*names, *(f'{n} {s}' for n, s in shaped.items()), *scalars))}): {_OTHER}"
+                    f"{kind} has a state {name!r} of shape {shape} for {slot.name}, and the {type(store).__name__} "
+                    f"keeps only {', '.join(f'{n!r} of shape {s}' for n, s in kept.items())}. {_OTHER}"
                 )
 
 

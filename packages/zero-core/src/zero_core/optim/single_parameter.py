@@ -91,12 +91,12 @@ def _dry(
     trial = over_segments(member, [parameter], [group])
     step_twice(trial, parameter, torch.full(shape, 0.25, device=device))
     state = dict(trial.state[parameter])
-    strange = [f"state[{key!r}], of no parameter" for key in trial.state if not isinstance(key, Tensor)]
-    odd = [f"{name} ({_told(value)})" for name, value in state.items() if not _can_be_kept(value)]
+    strange = [f"{key!r} (of no parameter)" for key in trial.state if not isinstance(key, Tensor)]
+    odd = [f"{name!r} ({_told(value)})" for name, value in state.items() if not _can_be_kept(value)]
     if odd or strange:
         raise UnsupportedOptimizerError(
-            f"{kind_of(member)} keeps {', '.join(odd or strange)}. Only contiguous float32 tensors and numbers can be "
-            "kept in shards: take options with which it keeps no other states, or another optimizer"
+            f"optimizer {kind_of(member)} keeps the state {', '.join(odd or strange)}. Only contiguous float32 tensors "
+            "and numbers can be kept in shards: set options without such states, or use another optimizer"
         )
     return {n: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
 
@@ -113,9 +113,9 @@ def step_twice(trial: Any, parameter: nn.Parameter, gradient: Tensor) -> None:
                 trial.step()
             except Exception as error:
                 raise UnsupportedOptimizerError(
-                    f"a trial step of {kind_of(trial)} over a parameter of shape {tuple(parameter.shape)} raised "
-                    f"{type(error).__name__}: {error}. Copies of it step the shards, so step() must work with what "
-                    "is in param_groups and state, without a closure. Or use another optimizer"
+                    f"a trial step of optimizer {kind_of(trial)} over a parameter of shape {tuple(parameter.shape)} "
+                    f"raised {type(error).__name__}: {error}. Copies of the optimizer step the shards: write step() so "
+                    "that it needs only self.param_groups and self.state, without a closure. Or use another optimizer"
                 ) from error
 
 
@@ -237,9 +237,9 @@ class Double:
                 trial.step()
                 if not torch.equal(random, torch.get_rng_state()):
                     raise UnsupportedOptimizerError(
-                        f"{kind_of(member)} draws random numbers in step(), and each rank and thread would draw other "
-                        "ones. No parameter was updated: set its options so that it draws none, or use another "
-                        "optimizer"
+                        f"optimizer {kind_of(member)} draws random numbers in step(), and each rank and thread would "
+                        "draw other numbers. No parameter was updated: set options with which step() draws none, or "
+                        "use another optimizer"
                     )
             own = plain_in(own_attributes(trial).items())
             for group in trial.param_groups:
@@ -282,7 +282,7 @@ def check_step(running: Any, group: Mapping[str, Any], options: Mapping[str, Any
         for key, value in wanted.items():
             if key in found and _bits(found[key]) != _bits(value):
                 raise UnsupportedOptimizerError(
-                    f"the step of {name} has set {key!r} in {what} of {type(running).__name__} to {found[key]!r}, and "
-                    f"a trial step of a throw-away parameter to {value!r}: this depends on the parameter, so the "
-                    'optimizer_contract is not "by itself". Use another optimizer, such as AdamW'
+                    f"the step of {name} has set {key!r} in {what} of optimizer {type(running).__name__} to "
+                    f"{found[key]!r}, but a trial step of another parameter to {value!r}. As {key!r} depends on the "
+                    'parameter, optimizer_contract="by itself" is wrong. Use another optimizer, such as AdamW'
                 )

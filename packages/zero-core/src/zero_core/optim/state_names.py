@@ -26,7 +26,7 @@ from .uncut import NeedsUncut, check_count, named_shapes, shapes_of
 
 _WAY_OUT = (
     "An elementwise optimizer may keep only numbers, and tensors of the parameter's shape, in self.state[parameter]. "
-    'If its step() handles each parameter separately, pass optimizer_contract="by itself" to zero_core.shard'
+    'If step() handles each parameter separately, pass optimizer_contract="by itself" to zero_core.shard'
 )
 _FIXED = "so it cannot change now. Set it back. To train with another value, set it before zero_core.shard"
 _SMALL = 7  # elements of a throw-away parameter
@@ -112,7 +112,7 @@ def _elementwise_states(optimizer: Optimizer, state: Mapping[str, Any]) -> tuple
         else:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} keeps {name!r} ({what}) for a parameter of {_SMALL} elements. {_WAY_OUT}"
+                f"optimizer {kind_of(optimizer)} keeps {name!r} ({what}) for a vector of {_SMALL} elements. {_WAY_OUT}"
             )
     return tensors, numbers
 
@@ -126,8 +126,8 @@ def dry_steps(optimizer: Optimizer, group: int, shape: tuple[int, ...], device: 
     after = _numbers(trial)
     if changed := [key for key in after if key not in before or not same(before[key], after[key])]:
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} changes {', '.join(changed)} in step(). No checkpoint saves this change, and "
-            f"other shards do not see it. {_WAY_OUT}"
+            f"optimizer {kind_of(optimizer)} changes {', '.join(changed)} in step(). No checkpoint saves such a "
+            f"change, and other shards are stepped without it. {_WAY_OUT}"
         )
     return trial.state[probe]
 
@@ -162,9 +162,9 @@ def _refuse_lookups(optimizer: Optimizer) -> None:
     for key, value in own_attributes(optimizer).items():
         if any(leaf in known if type(leaf) is int else id(leaf) in known for leaf in _leaves(value)):
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} keeps parameters in self.{key}. After zero_core.shard it steps their "
-                f"shards, which are other tensors. In a class of your own, replace self.{key} by an option of a "
-                "parameter group, which step() reads from self.param_groups; or use another optimizer"
+                f"optimizer {kind_of(optimizer)} keeps parameters in self.{key}, but after zero_core.shard step() "
+                f"gets shards, which are other tensors. In a class of your own, replace self.{key} by an option of a "
+                "parameter group, which step() reads from self.param_groups. Or use another optimizer"
             )
 
 
@@ -173,7 +173,7 @@ def _refuse_tensors_of_its_own(optimizer: Optimizer) -> None:
     for key, value in own_attributes(optimizer).items():
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} keeps tensors in self.{key}, where nothing shards or saves them. "
+                f"optimizer {kind_of(optimizer)} keeps tensors in self.{key}, where nothing shards or saves them. "
                 f"{_WAY_OUT}"
             )
 
@@ -216,10 +216,10 @@ class Options:
         """
         if (now := self._members()) != self._parameters:
             self._refuse_members(now)
-        if self._needed_whole() != self._whole:
+        if changed := [g for g, whole in enumerate(self._needed_whole()) if whole != self._whole[g]]:
             raise UnsupportedOptimizerError(
-                f"an option of {kind_of(self._optimizer)} changed during the run. It decides which states there are, "
-                f"or which parameters must stay whole, {_FIXED}"
+                f"an option of param group {changed[0]} of optimizer {kind_of(self._optimizer)} changed during the "
+                f"run. It decides which states there are, or which parameters must stay whole, {_FIXED}"
             )
         for number, (first, old) in self._first.items():
             group = self._optimizer.param_groups[number]
@@ -229,7 +229,7 @@ class Options:
                 before, after = ("a tensor" if isinstance(each, Tensor) else repr(each) for each in given)
                 raise UnsupportedOptimizerError(
                     f"param group {number} changed {changed[0]} from {before} to {after} during the run. It may decide "
-                    f"which states {kind_of(self._optimizer)} has, {_FIXED}"
+                    f"which states optimizer {kind_of(self._optimizer)} has, {_FIXED}"
                 )
 
     def _members(self) -> list[frozenset[int]]:
@@ -242,10 +242,10 @@ class Options:
         pairs = enumerate(zip_longest(self._parameters, now, fillvalue=none))
         number, old, new = next(((n, *pair) for n, pair in pairs if pair[0] != pair[1]), (len(now) - 1, none, none))
         raise UnsupportedOptimizerError(
-            f"the parameters of param group {number} of {kind_of(self._optimizer)} changed after zero_core.shard "
-            f"(added: {len(new - old)}, removed: {len(old - new)}). Shards are laid out for the earlier ones: give "
-            "the group these again. To train another parameter, add it before zero_core.shard. To stop training one, "
-            "call p.requires_grad_(False). To change its options later, give it its own group before zero_core.shard"
+            f"the parameters of param group {number} of optimizer {kind_of(self._optimizer)} changed after "
+            f"zero_core.shard (added: {len(new - old)}, removed: {len(old - new)}), but only the earlier parameters "
+            "have shards: put them back. To train another parameter p, add p before zero_core.shard. To stop training "
+            "p, call p.requires_grad_(False). To change its options later, give p its own group before zero_core.shard"
         )
 
     def _needed_whole(self) -> list[dict[tuple[int, ...], dict[str, tuple[int, ...]] | None]]:

@@ -98,13 +98,13 @@ def check_uncut(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
     if odd := [name for name, p in found.items() if not p.is_contiguous()]:
         first = found[odd[0]]
         raise UnsupportedOptimizerError(
-            f"{odd[0]} of {kind_of(optimizer)}, of shape {tuple(first.shape)}, has the strides {first.stride()}. "
+            f"{odd[0]} of shape {tuple(first.shape)} has the strides {first.stride()}. "
             "Shards are contiguous, and products of contiguous matrices are rounded differently. Make the parameter "
             "contiguous before zero_core.shard, with p.data = p.data.contiguous()"
         )
     if names and not ranks.cuts_unequally:
         raise UnsupportedOptimizerError(
-            f"{len(names)} parameters of {kind_of(optimizer)} are needed whole ({names[0]} ...), so the shards of "
+            f"optimizer {kind_of(optimizer)} needs {len(names)} parameters whole ({names[0]} ...), so the shards of "
             f"{ranks.shard.size} ranks have different sizes, and collectives= moves shards of one size only: give them "
             "the methods of zero_core.comm.RowCollectives, or use stage=0, where every rank has all states; or an "
             "elementwise optimizer, such as AdamW"
@@ -120,6 +120,6 @@ def check_rows(optimizer: Optimizer, found: Iterable[tuple[Rows, int]]) -> None:
     for rows, group in found:
         if not steps_rows(optimizer, group, rows.shape):
             raise UnsupportedOptimizerError(
-                f"{kind_of(optimizer)} must update {rows.name} as one tensor, and its experts are sharded in groups: "
-                "pass expert_bytes=None to zero_core.shard, which computes all experts of a block together"
+                f"optimizer {kind_of(member_of(optimizer, group)[0])} must update {rows.name} as one tensor, but its "
+                "experts are sharded in groups: pass expert_bytes=None to zero_core.shard, to shard all together"
             )

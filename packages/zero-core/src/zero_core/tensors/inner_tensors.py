@@ -98,8 +98,8 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
         getattr(parameter, "has_fp16_weights", None) is False and parameter.is_floating_point()
     ):
         raise ZeroError(
-            f"{name} is a {kind} that is not quantised yet. It would be quantised in its first forward, when it has no "
-            'memory of its own: call model.to("cpu"), or .to(device), before zero_core.shard'
+            f"{name}, of class {kind}, is not quantised yet, and cannot be quantised once it is sharded: call "
+            'model.to("cpu"), or model.to(device), before zero_core.shard'
         )
     if getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False):
         raise ZeroError(
@@ -113,7 +113,7 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
     plain = {n: type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for n, t in inner.items()}
     if odd := [n[1:] for n, is_plain in plain.items() if not is_plain]:
         raise ShardedParameterError(
-            f"{name} is a {kind} and cannot be sharded: its inner tensor {odd[0]!r} is not plain and contiguous. "
+            f"{name}, of class {kind}, cannot be sharded: its inner tensor {odd[0]!r} is not plain and contiguous. "
             f"Convert {name} to a plain parameter before zero_core.shard"
         )
 
@@ -123,7 +123,7 @@ def check_frozen(name: str, parameter: nn.Parameter) -> None:
     if wraps(type(parameter)) and parameter.requires_grad:
         kind = type(parameter).__qualname__
         raise ShardedParameterError(
-            f"{name} is a {kind} that requires a gradient, and only frozen ones are sharded: call "
+            f"{name}, of class {kind}, requires a gradient, but such a parameter must be frozen to be sharded: call "
             "requires_grad_(False) on it, or convert it to a plain parameter, before zero_core.shard"
         )
 

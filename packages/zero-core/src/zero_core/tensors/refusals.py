@@ -63,9 +63,9 @@ def allow_copies(module: nn.Module) -> None:
 
 def refuse_grad_dtype(name: str, wanted: torch.dtype | None, dtype: torch.dtype) -> None:
     raise GradientError(
-        f"p.grad_dtype = {wanted} for {name}: p.grad of a sharded parameter has the parameter's dtype, {dtype}. Pass "
-        "reduce_dtype= to zero_core.shard for the dtype of the sharded gradients, and read them with "
-        "zero_core.full_gradient(p), in fp32"
+        f"p.grad_dtype = {wanted} for {name}: p.grad of a sharded parameter has the parameter's dtype, {dtype}. "
+        "Remove this line, and pass reduce_dtype= to zero_core.shard for the dtype of the sharded gradients. Read them "
+        "with zero_core.full_gradient(p), in fp32"
     )
 
 

@@ -100,7 +100,7 @@ def sharded_class(kind: type[Tensor]) -> type[Sharded]:
 
 def _refuse_flatten(parameter: Sharded) -> Any:
     raise AttributeError(
-        f"the inner tensors of {home_of(parameter).name} have no memory: use zero_core.gathered(module)"
+        f"the inner tensors of {home_of(parameter).name} have no memory here: use `with zero_core.gathered(module):`"
     )
 
 
@@ -291,7 +291,7 @@ def _same_shape(func: Callable[..., Any], parameter: Any, other: Any) -> Any:
 
 
 def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
-    raise ShardedParameterError(f"{home_of(parameter).name} has no memory of its own: use zero_core.gathered(module)")
+    raise ShardedParameterError(f"{home_of(parameter).name} has no memory here: use `with zero_core.gathered(module):`")
 
 
 class _Address:
