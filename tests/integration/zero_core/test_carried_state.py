@@ -102,8 +102,8 @@ def early_run(early, first, counts=True):
 @pytest.mark.parametrize(
     ("early", "named"),
     [
-        (lambda p, n: {"seed": 1}, "'seed' of 0.weight"),  # as APOLLO, which numbers its projections
-        (lambda p, n: {"seed": n, "step": 0}, "'seed' of 0.bias"),
+        (lambda p, n: {"seed": 1}, "'seed' in the state of 0.weight"),  # as APOLLO, which numbers its projections
+        (lambda p, n: {"seed": n, "step": 0}, "'seed' in the state of 0.bias"),
     ],
 )
 def test_a_state_from_before_the_first_step_is_refused_and_carried_over_after_one(early, named):

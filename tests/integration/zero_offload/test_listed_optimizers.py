@@ -106,7 +106,7 @@ def test_the_list_holds_for_options_that_are_on_or_off_as_they_were_compared():
     listed.param_groups[1]["pre_norm"] = True  # a norm over all gradients
     assert contracts.contract_of(listed) == contracts.TOGETHER
     assert str(contracts.apart(listed)).startswith(
-        "Lamb has no optimizer_contract with pre_norm=True (compared: False), so its"
+        "optimizer Lamb has no optimizer_contract with pre_norm=True (compared: False), so its"
     )
 
 

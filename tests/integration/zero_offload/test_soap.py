@@ -187,8 +187,8 @@ class Uncounted(SOAP):
 @pytest.mark.parametrize(
     "kind, told",
     [
-        (Strided, r"keeps left_basis \(torch.float32, strides .*contiguous float32"),
-        (Halves, r"keeps left \(torch.bfloat16, strides .*contiguous float32"),
+        (Strided, r"keeps the state 'left_basis' \(torch.float32, strides .*contiguous float32"),
+        (Halves, r"keeps the state 'left' \(torch.bfloat16, strides .*contiguous float32"),
         (Uncounted, r'Uncounted has 1 for the state "step" after 2 steps.*count each step'),
     ],
 )

@@ -104,10 +104,10 @@ def check_uncut(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
         )
     if names and not ranks.cuts_unequally:
         raise UnsupportedOptimizerError(
-            f"optimizer {kind_of(optimizer)} needs {len(names)} parameters whole ({names[0]} ...), so the shards of "
-            f"{ranks.shard.size} ranks have different sizes, and collectives= moves shards of one size only: give them "
-            "the methods of zero_core.comm.RowCollectives, or use stage=0, where every rank has all states; or an "
-            "elementwise optimizer, such as AdamW"
+            f"{len(names)} parameters of optimizer {kind_of(optimizer)} are needed whole ({names[0]} ...), so the "
+            f"shards of {ranks.shard.size} ranks have different sizes, and collectives= moves shards of one size only: "
+            "give them the methods of zero_core.comm.RowCollectives, or use stage=0, where every rank has all states; "
+            "or an elementwise optimizer, such as AdamW"
         )
 
 
