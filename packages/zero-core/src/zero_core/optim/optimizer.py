@@ -71,8 +71,8 @@ class ShardedOptimizer(Optimizer):
         if updates is not None:
             if self._by_itself or self._together:
                 raise UnsupportedOptimizerError(
-                    f"update_in_backward=True needs an elementwise optimizer, such as AdamW. Optimizer {self._kind} has no "
-                    "optimizer_contract='elementwise': leave update_in_backward out"
+                    f"update_in_backward=True needs an elementwise optimizer, such as AdamW. Optimizer {self._kind} "
+                    "has no optimizer_contract='elementwise': leave update_in_backward out"
                 )
             updates.options = self._options
         self.state = States()
@@ -186,7 +186,7 @@ class ShardedOptimizer(Optimizer):
         if getattr(self, "_sealed", False):
             raise UnsupportedOptimizerError(
                 "add_param_group after zero_core.shard: the shards are cut already. Add the group to your optimizer "
-                "before zero_core.shard. To train it later, call p.requires_grad_(False) for its parameters after that"
+                "before zero_core.shard. To train p of it later, call p.requires_grad_(False) after zero_core.shard"
             )
         super().add_param_group(param_group)
 
