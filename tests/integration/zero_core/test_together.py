@@ -197,7 +197,8 @@ def test_masters_of_16_bit_parameters_are_stepped_together():
 
 
 @pytest.mark.advice(
-    "use one rank or stage=0, in both cases without store=", "options with which step() draws none, or another optimizer"
+    "use one rank or stage=0, in both cases without store=",
+    "options with which step() draws none, or another optimizer",
 )
 @kit.on_ranks(2)
 def test_shards_of_several_ranks_are_refused_and_a_contract_helps():
