@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import functional
+from torch.distributions import Independent, Normal
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -202,3 +203,40 @@ def test_a_gradient_itself_does_not_become_a_leaf(stage, of):
     leaf = model.head.weight.grad.clone().requires_grad_()
     leaf.square().sum().backward()
     torch.testing.assert_close(leaf.grad, 2 * zero_core.full_gradient(model.head.weight))
+
+
+class Returning(nn.Module):
+    """Returns views of its own parameters, as a policy its log_std."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.log_std = nn.Linear(5, 4), nn.Parameter(torch.full((4,), -2.0))
+
+    def forward(self, x):
+        mean = self.net(x)
+        around = Independent(Normal(self.log_std, 1 + mean.square()), 1)
+        return around, {"std": self.log_std.expand_as(mean), "wide": [self.log_std[None].detach(), self.net.weight.t()]}
+
+
+@pytest.mark.promise("returned-views")
+@WHERE
+@kit.on_ranks()
+def test_views_of_parameters_that_a_forward_returns_have_values_and_gradients(stage):
+    """Fails if a view reads the memory that its unit has given back."""
+
+    def losses(model, optimizer):
+        for _ in range(3):
+            with torch.no_grad():
+                std = model(toys.data(0, 0))[1]["std"].clone()
+            yield std
+            around, given = model(toys.data(0, 0))
+            loss = (
+                around.log_prob(torch.ones(6, 4)).mean()
+                + given["std"].exp().mean()
+                + given["wide"][0].sum()
+                + given["wide"][1].mean()
+            )
+            yield kit.step(optimizer, loss)
+
+    dense, dense_optimizer, model, optimizer = kit.pair(Returning, toys.sgd, stage=stage)
+    torch.testing.assert_close([*losses(model, optimizer)], [*losses(dense, dense_optimizer)])

@@ -298,6 +298,6 @@ def test_uses_outside_of_what_is_updated_in_backward():
     for of in (plain, lambda: toys.Checkpointed(True)):
         model, optimizer = kit.sharded(of, toys.sgd, update_in_backward=True)
         penalty = (model[2] if of is plain else model.blocks[3].up).weight.square().sum()
-        with pytest.raises(GradientError, match="a gradient reached unit .* used outside of its module"):
+        with pytest.raises(GradientError, match="a gradient reached unit .* used outside its module"):
             (penalty + toys.loss_of(model, toys.data(0, 0))).backward()
             optimizer.step()

@@ -364,7 +364,7 @@ def test_a_template_that_cannot_be_read_is_told(model, tmp_path, capsys):
     assert f"data.chat_template={file} cannot be read" in refused(given, capsys)
     for content, said in (
         (b"{{ messages }}\xff", "name a UTF-8 file"),
-        (b"{{ messages }}\n{% for m in messages %}\n", "name another template with data.chat_template=FILE"),
+        (b"{{ messages }}\n{% for m in messages %}\n", "name another one with data.chat_template=FILE"),
     ):
         file.write_bytes(content)
         assert said in refused(given, capsys)

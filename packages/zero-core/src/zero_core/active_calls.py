@@ -13,11 +13,12 @@ have no callers. The caller of backward waits for them, so they are never refuse
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -98,6 +99,51 @@ def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
             slots = kind.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
                 yield from tensors_of(getattr(value, name, None), depth - 1)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], objects: int = 0) -> Any:
+    """Returns `value` with `change(tensor)` for every tensor in its dicts, tuples, lists and dataclasses.
+
+    objects: how deep plain objects, such as a distribution, are given changed attributes.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(item, change, objects) for key, item in value.items()}
+        if type(value) is dict:
+            return changed
+        for key, item in changed.items():  # transformers' ModelOutput keeps attributes and items alike
+            if item is not value[key]:
+                value[key] = item
+    elif isinstance(value, (tuple, list)):
+        items = [map_tensors(item, change, objects) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **{k: map_tensors(v, change, objects) for k, v in fields.items()})
+    elif objects and not isinstance(value, (nn.Module, type)):
+        for name, item in list(getattr(value, "__dict__", {}).items()):
+            if (new := map_tensors(item, change, objects - 1)) is not item:
+                value.__dict__[name] = new
+    return value
+
+
+def without_views(output: Any, memories: Container[int]) -> Any:
+    """Returns `output` with copies of the tensors whose storage is one of `memories`, which are freed after the module.
+
+    Returns `output` itself where there is none.
+    """
+
+    def is_view(tensor: Tensor) -> bool:  # not a parameter, which is gathered where it is read
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        return (
+            plain and not functorch.is_functorch_wrapped_tensor(tensor) and tensor.untyped_storage()._cdata in memories
+        )
+
+    if not any(map(is_view, tensors_of(output))):
+        return output
+    return map_tensors(output, lambda tensor: tensor.clone() if is_view(tensor) else tensor, objects=5)
 
 
 def not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..active_calls import map_tensors
 from ..errors import GradientError
 
 
@@ -113,22 +114,4 @@ def scale_gradients(output: Any, scale: LossScale) -> Any:
 
     The tensors inside are not changed: a loss made from the logits must not have its gradient scaled twice.
     """
-    if isinstance(output, Tensor):
-        return _Scale.apply(output, scale) if output.requires_grad else output
-    if isinstance(output, dict):
-        changed = {key: scale_gradients(value, scale) for key, value in output.items()}
-        if type(output) is dict:
-            return changed
-        for key, value in changed.items():  # transformers' ModelOutput keeps attributes and items alike
-            if value is not output[key]:
-                output[key] = value
-        return output
-    if isinstance(output, tuple):
-        items = [scale_gradients(item, scale) for item in output]
-        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-    if isinstance(output, list):
-        return [scale_gradients(item, scale) for item in output]
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(output) if f.init}
-        return dataclasses.replace(output, **{k: scale_gradients(v, scale) for k, v in fields.items()})
-    return output
+    return map_tensors(output, lambda tensor: _Scale.apply(tensor, scale) if tensor.requires_grad else tensor)

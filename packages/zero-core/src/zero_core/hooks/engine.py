@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..active_calls import Calls, hook_outputs, in_backward, mended, outside_transforms
+from ..active_calls import Calls, hook_outputs, in_backward, mended, outside_transforms, without_views
 from ..errors import CollectiveError, ZeroError
 from ..gradients.gradient_access import GradientAccess
 from ..gradients.loss_scaling import LossScale, scale_gradients
@@ -103,7 +103,7 @@ class Engine:
 
     @mended
     def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns other outputs for the outermost module where the loss is scaled, else nothing."""
+        """Returns other outputs for a scaled loss, or where views of parameters would leave a module, else nothing."""
         if in_backward():
             visit = None if self._backward is None else self._backward.inside.end(node)
             if self._nested.waiting:
@@ -119,17 +119,21 @@ class Engine:
         visit = current.stack.pop()
         if self._nested.waiting:
             self._nested.collect(set(node.units).difference(*(v.units for v in current.stack)), reduce=True)
+        memories = {self.units[u].flat.untyped_storage()._cdata for u in node.units}
+        given, output = output, without_views(output, memories)
         if current.grad or torch.is_grad_enabled():
             hooked = hook_outputs(output, visit.sequence, partial(self._open, current, visit))
             if hooked or visit.asks or any(self.units[u].trainable for u in node.units) or not node.units:
                 current.visits.append(visit)
         self.uses.release(node.units, evict=current.grad, turning=current.grad, outermost=not current.stack)
         if current.stack:
-            return None
+            return None if output is given else output
         self.orders.keep(node.index, current)
         self._leave_pass()
         self.uses.let_all_go(turning=current.grad)
-        return scale_gradients(output, self.loss_scale) if self.loss_scale is not None and current.grad else None
+        if self.loss_scale is not None and current.grad:
+            return scale_gradients(output, self.loss_scale)
+        return None if output is given else output
 
     def _begin_pass(self, node: Node) -> Pass:
         self.mend("forward")
