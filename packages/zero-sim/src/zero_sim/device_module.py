@@ -84,13 +84,6 @@ class device(torch.accelerator.device_index):
         super().__init__(_index(device))
 
 
-class device_of(device):
-    """Makes a tensor's device the current one; does nothing for a tensor of the CPU."""
-
-    def __init__(self, obj: Any) -> None:
-        super().__init__(obj.device.index if obj.device.type == NAME else None)
-
-
 def _exchange_device(device: int) -> int:
     before = current_device()
     set_device(device)
@@ -125,10 +118,6 @@ def get_device_properties(device: Device = None) -> Properties:
 
 def get_device_name(device: Device = None) -> str:
     return f"zero-sim simulated accelerator {_index(device)}"
-
-
-def get_device_capability(device: Device = None) -> tuple[int, int]:
-    return 9, 0
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
@@ -215,10 +204,6 @@ class StreamContext:
 
 def stream(stream: torch.Stream | None) -> StreamContext:
     return StreamContext(stream)
-
-
-def is_current_stream_capturing() -> bool:
-    return False
 
 
 def _sleep(cycles: int) -> None:

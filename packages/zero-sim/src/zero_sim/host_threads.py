@@ -34,16 +34,10 @@ class SimpleQueue(queue.SimpleQueue):
         self._meeting.leave()
         super().put(item, block, timeout)
 
-    def put_nowait(self, item: Any) -> None:
-        self.put(item)
-
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         item = super().get(block, timeout)
         self._meeting.hear()
         return item
-
-    def get_nowait(self) -> Any:
-        return self.get(block=False)
 
 
 def _follow_threads() -> None:
