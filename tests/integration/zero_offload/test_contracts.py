@@ -291,7 +291,7 @@ class Odd(Alone):
     "set options without such states, or use another",
     "set options with which step() draws none, or use another",
     "steps its parameters together (optimizer_contract='together')",
-    "{} has no optimizer_contract='elementwise': leave update_in_backward out",
+    "AdamW, and optimizer {} is not: leave update_in_backward out",
 )
 @pytest.mark.parametrize(
     ("build", "options", "told"),
@@ -309,7 +309,7 @@ class Odd(Alone):
             {"optimizer_contract": "alone"},
             r"optimizer_contract='alone' of optimizer Alone must be one of \('elementwise'",
         ),
-        (Alone, {"update_in_backward": True}, "Alone has no .*: leave update_in_backward out"),
+        (Alone, {"update_in_backward": True}, "Alone is not: leave update_in_backward out"),
     ],
 )
 def test_what_cannot_be_stepped_by_itself_is_refused_and_no_parameter_was_updated(build, options, told):

@@ -71,7 +71,7 @@ def needs_a_closure(self, closure):
         (lambda: keeping("large", lambda given: {id(given[0])}), r"keeps parameters in self\.large"),
         (
             lambda: keeping("buffers", lambda given: [torch.zeros_like(p) for p in given]),
-            r"keeps tensors in self\.buff",
+            r"in self\.buffers, .*: keep tensors of each parameter's shape in self.state\[parameter\]",
         ),
         (lambda: counting(lambda optimizer, group: optimizer.state), r"changes self\.state\['k'\] in step"),
         (lambda: counting(lambda optimizer, group: vars(optimizer)), r"changes self\.k in step"),

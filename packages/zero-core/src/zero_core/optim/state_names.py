@@ -173,8 +173,8 @@ def _refuse_tensors_of_its_own(optimizer: Optimizer) -> None:
     for key, value in own_attributes(optimizer).items():
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
             raise UnsupportedOptimizerError(
-                f"optimizer {kind_of(optimizer)} keeps tensors in self.{key}, where nothing shards or saves them. "
-                f"{_WAY_OUT}"
+                f"optimizer {kind_of(optimizer)} keeps tensors in self.{key}, where nothing shards or saves them: "
+                f"keep tensors of each parameter's shape in self.state[parameter] instead"
             )
 
 
