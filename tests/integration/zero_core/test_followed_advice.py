@@ -105,7 +105,7 @@ def test_experts_in_groups_are_called_as_advised():
     x, index, weights = unit.batch([[0, -1]] * 6)
     with advised("flatten the tokens"):
         run_groups(groups, edges, x.unflatten(0, (2, 3)), index, weights)
-    with advised("(6 of 12)", f"give unused slots an index of {unit.EXPERTS} or more"):
+    with advised("(6 of 12)", f"use the number of experts, {unit.EXPERTS}, for entries to be skipped"):
         run_groups(groups, edges, x, index, weights)
     index[index < 0] = unit.EXPERTS
     found = run_groups(groups, edges, x, index, weights)

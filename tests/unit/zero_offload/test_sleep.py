@@ -107,7 +107,7 @@ def test_a_full_disk_and_an_error_while_it_falls_asleep_lose_nothing(full: bool,
     with goes_on(MemoryByteStore(), discrete=discrete) as driver:
         to.fail("write", after=2)
         reason = "raise capacity_bytes" if full else "Input/output error"
-        told = rf"sleep\(\) failed: .*{reason}.*the store is awake and has lost nothing: make room in .* give sleep"
+        told = rf"sleep\(\) failed: .*{reason}.*is awake and has lost nothing: call sleep\(\) again then, or give sleep"
         with pytest.raises(SwapError, match=told):
             driver.store.sleep(to)
         assert inner.used_bytes == 0

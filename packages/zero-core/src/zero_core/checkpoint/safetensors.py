@@ -156,7 +156,7 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
     files = sorted(set(weight_map.values()))
     if absent := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
         raise PretrainedError(
-            f"{index_path} names files its folder lacks: {', '.join(absent)}: copy them there, or correct the index"
+            f"{index_path} names {', '.join(absent)}, not a file of its own folder: copy it there, or correct the index"
         )
     headers = {f: read_header(folder / f) for f in files}
     if lost := [n for n, f in weight_map.items() if n not in headers[f]]:

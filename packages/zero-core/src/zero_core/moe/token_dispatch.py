@@ -32,8 +32,8 @@ class Pairs:
         self.bounds: list[int] = torch.searchsorted(self.experts, borders).tolist()  # the one wait for a device
         if self.bounds[0]:
             raise ZeroError(
-                f"top_k_index has negative entries ({self.bounds[0]} of {flat.numel()}), which name no expert: give "
-                f"unused slots an index of {edges[-1][1]} or more. Or give them any expert's index, and the weight 0"
+                f"top_k_index has negative entries ({self.bounds[0]} of {flat.numel()}), which name no expert: use "
+                f"the number of experts, {edges[-1][1]}, for entries to be skipped. Or use any expert, with weight 0"
             )
 
     def counts(self) -> list[int]:

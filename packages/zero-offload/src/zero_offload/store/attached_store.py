@@ -33,7 +33,7 @@ from ..tiles.value_access import PinnedValues, Values
 from ..update_thread.pipeline import Pipeline
 from .paths import DevicePath, HostPath
 
-_STILL_AWAKE = "the store is awake and has lost nothing: make room in the ByteStore, or give sleep(to=) another one"
+_STILL_AWAKE = "the store is awake and has lost nothing: call sleep() again then, or give sleep(to=) another ByteStore"
 _STILL_ASLEEP = (
     f"the store still sleeps and has lost nothing: remove the cause and call wake() again, or else {START_AGAIN}"
 )
