@@ -239,6 +239,30 @@ def test_views_of_a_gradient_are_kept_or_refused():
         row.sum()
 
 
+@pytest.mark.advice("take gradients from torch.autograd.grad(loss, parameters", "write p.grad.detach()")
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_loss_of_gradients_with_a_graph_is_refused_and_trains_by_autograd_grad():
+    dense, theirs, model, ours = twins()
+    for step in range(2):
+        norms = []
+        for each_model, optimizer in ((dense, theirs), (model, ours)):
+            loss, parameters = toys.loss_of(each_model, toys.data(step, 0)), [*each_model.parameters()]
+            loss.backward(create_graph=True)
+            assert parameters[0].grad.requires_grad and not parameters[0].grad.detach().requires_grad
+            norms.append([float(parameters[0].grad.detach().norm()), float(UTILS.clip_grad_norm_(parameters, 100.0))])
+            gradients = [p.grad for p in parameters]
+            if each_model is model:
+                with pytest.raises(GradientError, match=r"square on embed.weight.grad after backward.create_graph"):
+                    gradients[0].square()
+                gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+            optimizer.zero_grad()
+            (toys.loss_of(each_model, toys.data(step, 1)) + sum(g.square().sum() for g in gradients)).backward()
+            assert not parameters[0].grad.requires_grad
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        step_both(ours, theirs)
+    kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
+
+
 @kit.on_ranks(2)
 def test_ranks_that_multiply_by_different_numbers_are_refused():
     """A rank that multiplies by a number of its own."""

@@ -37,7 +37,8 @@ class HeldGradient(Tensor):
     stamp: Stamp
 
     def __new__(cls, parameter: Tensor, home: Any) -> HeldGradient:
-        self: HeldGradient = _made(cls, parameter.shape, parameter.dtype, parameter.device)
+        graph = any(place.unit.gradient.graphs[place.index] for place in home.places)
+        self: HeldGradient = _made(cls, parameter.shape, parameter.dtype, parameter.device, graph)
         self.home, self.stamp = home, _stamp(home)
         return self
 
@@ -64,6 +65,15 @@ class HeldGradient(Tensor):
             for place in held.home.places:
                 if (refusal := place.refuse(name_of(func))) is not None:
                     raise GradientError(f"{name_of(func)} on the gradient of {held.home.name} is refused: {refusal}")
+            if torch.is_grad_enabled() and func not in _DETACHING and held.requires_grad:
+                raise GradientError(
+                    f"{name_of(func)} on {held.home.name}.grad after backward(create_graph=True): the gradient is in "
+                    "shards, which have no graph, so a loss of p.grad would not train the model. For such a loss, take "
+                    "gradients from torch.autograd.grad(loss, parameters, create_graph=True). To read values alone, "
+                    "write p.grad.detach()"
+                )
+        if func in _DETACHING and args[0].requires_grad:
+            return HeldGradient(args[0], args[0].home).requires_grad_(False)
         if func in _THE_SAME:
             return args[0]
         if (order := _order(func, args, kwargs)) is not None:
@@ -162,9 +172,9 @@ class HeldNorm(Tensor):
         return self.value().__reduce_ex__(protocol)
 
 
-def _made(cls: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+def _made(cls: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device, graph: bool = False) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=graph)
 
 
 def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
@@ -269,7 +279,8 @@ class GradientCopy(FullCopy):
 
 
 _LEAVES: set[Any] = {Tensor.requires_grad_, _T.requires_grad.__set__}
-_THE_SAME: set[Any] = {Tensor.detach, _T.data.__get__, Tensor.requires_grad_, Tensor.contiguous}
+_DETACHING: set[Any] = {Tensor.detach, _T.data.__get__}
+_THE_SAME: set[Any] = {*_DETACHING, Tensor.contiguous}
 _NORMS: set[Any] = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
 _QUOTIENTS: set[Any] = {Tensor.div_, Tensor.__itruediv__, torch._foreach_div_}
 _PRODUCTS: set[Any] = {Tensor.mul_, Tensor.__imul__, torch._foreach_mul_, *_QUOTIENTS}

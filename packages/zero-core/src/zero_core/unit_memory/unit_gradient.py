@@ -60,6 +60,7 @@ class UnitGradient:
         self.ranks, self.store, self.pool, self.observer = unit.ranks, unit.store, unit.pool, unit.observer
         self.state = GradientState.NONE
         self.used = [False] * len(parameters)  # since the last step, on this rank
+        self.graphs = [False] * len(parameters)  # whether p.grad has a graph in torch: backward(create_graph=True)
         self.leftover = [Leftover.NOTHING] * len(parameters)
         self.versions = [Version() for _ in parameters]
         self.in_store = Version()  # of the gradient in the store
@@ -90,6 +91,7 @@ class UnitGradient:
             into.add_(gradient) if k in self.filled else into.copy_(gradient)
         self.filled.add(k)
         self.used[k] = True
+        self.graphs[k] |= gradient.requires_grad
         self.versions[k].wrote()
 
     def _memory(self) -> Tensor:
@@ -131,7 +133,7 @@ class UnitGradient:
         """`p.grad = None`: the parameter is not stepped, nor counted in the norm. See forget_dropped."""
         self.leftover[k] = Leftover.NOTHING
         self.dropped.add(k)
-        self.used[k] = False
+        self.used[k] = self.graphs[k] = False
         self.versions[k].ended()
 
     def forget_dropped(self) -> None:
@@ -187,7 +189,7 @@ class UnitGradient:
 
     def _clear_flags(self) -> None:
         self.lost = False
-        self.used = [False] * len(self.used)
+        self.used, self.graphs = [False] * len(self.used), [False] * len(self.used)
         self.in_store.wrote()
         for version in self.versions:
             version.ended()
