@@ -105,7 +105,7 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "changed options are not seen": _patched((Options, "check", lambda options: None)),
     "padding is not zeroed": _patched((FastPaths, "attach", lambda paths, model, nodes: [])),
     "an interrupt is not mended": _patched(
-        (Engine, "mend", _unmended), (UnitGradient, "_forget_arrived", lambda gradient: None)
+        (Engine, "mend", _unmended), (UnitGradient, "_left", lambda gradient, **how: [])
     ),
     "the graph does not ask for its parameters": _patched((Asking, "around", lambda asking, call: call)),
     "views are above autograd": _patched((View, "__torch_function__", classmethod(_above_autograd))),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
@@ -390,7 +391,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.advice("Call backward() after this forward. Or use torch.autograd.grad()")
+@pytest.mark.advice("To step another optimizer in this forward")
 @EVERYWHERE
 @pytest.mark.parametrize("kind", INSIDE)
 @kit.on_ranks()
@@ -401,7 +402,7 @@ def test_a_backward_inside_of_a_forward_trains_as_plain_torch(size, stages, kind
             torch.testing.assert_close(getattr(ours, "seen", []), getattr(plain, "seen", []))
 
 
-REFUSED = r"inside the forward of unit 'blocks\.0' gave blocks\.0\.\w+\.\w+.* backward\(\) after this forward"
+REFUSED = r"blocks\.0\.\w+\.\w+ got a gradient, .*of unit 'blocks\.0' .* call backward\(\) after this forward"
 
 
 @EVERYWHERE
@@ -423,3 +424,84 @@ def test_so_it_is_with_updates_in_backward_and_a_scaled_loss(options):
     model, _ = kit.sharded(Training, stage=3, **options)
     with pytest.raises(GradientError, match=REFUSED):
         model(toys.data(0, 0))
+
+
+class Weighing(torch.autograd.Function):
+    """Adds the weight's gradient to p.grad itself, as layers that accumulate in the matrix product do."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return x @ layer.weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,), weight = ctx.saved_tensors, ctx.layer.weight
+        found = gradient.t() @ x
+        weight.grad = found if weight.grad is None else weight.grad + found
+        return gradient @ weight, None
+
+
+class Weighed(nn.Linear):
+    def forward(self, x):
+        return Weighing.apply(x, self) + self.bias
+
+
+class Setting(nn.Linear):
+    def forward(self, x):
+        if self.weight.grad is None:
+            self.weight.grad = torch.full_like(self.weight, 0.5)
+        return super().forward(x)
+
+
+def of_kind(kind):
+    return type("Given", (toys.Stack,), {"make_block": lambda self: kind(toys.WIDTH, toys.WIDTH)})
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("kind", "micro_batches"), [(Weighed, 2), (Setting, 1)])
+@kit.on_ranks()
+def test_what_a_visit_leaves_in_p_grad_is_stepped(size, stages, kind, micro_batches):
+    """Also where no backward adds to it, and by a step that clips."""
+    for stage in stages:
+        dense, theirs, model, ours = kit.pair(of_kind(kind), toys.sgd, seed=1, stage=stage)
+        for step in range(2):
+            for micro in range(micro_batches):
+                if step or kind is Weighed:
+                    toys.backward_both(model, dense, 2 * step + micro)
+                else:
+                    with torch.no_grad():
+                        [each(toys.data(step, 0)) for each in (model, dense)]
+            toys.same_gradients(model, dense, rtol=1e-5, atol=1e-6)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
+
+
+def by_a_hook(model):
+    layer = model.blocks[0]
+    layer.register_full_backward_hook(lambda *_: setattr(layer.weight, "grad", torch.ones_like(layer.weight)))
+    toys.loss_of(model, toys.data(0, 0)).backward()
+
+
+def in_gathered(model):
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with zero_core.gathered(model):
+        model.blocks[0].weight.grad = torch.ones(toys.WIDTH, toys.WIDTH)
+
+
+@pytest.mark.advice("In a torch.autograd.Function, return the gradient", "or zero_core.set_full_gradient(p, tensor)")
+@pytest.mark.parametrize("give", [by_a_hook, in_gathered])
+def test_it_is_refused_where_torch_has_an_earlier_gradient(give):
+    model, optimizer = kit.sharded(of_kind(nn.Linear), stage=3)
+    with pytest.raises(GradientError, match="blocks.0.weight got a gradient, .* because an earlier one is in shards"):
+        give(model)
+    with pytest.raises(GradientError, match="is lost"):
+        optimizer.step()
+    model.blocks[0]._backward_hooks.clear()
+    optimizer.zero_grad()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    zero_core.set_full_gradient(model.blocks[0].weight, torch.ones(toys.WIDTH, toys.WIDTH))
+    optimizer.step()

@@ -200,3 +200,18 @@ def test_without_gradients_only_groups_that_some_rank_routes_to_are_asked_for(pr
         assert routed != groups
     kit.step(optimizer, loss_of(model, mixtures.share(0)[0]))
     assert all(all(unit.steps) for unit in zero_core.units(model))
+
+
+def test_a_gradient_that_is_given_in_gathered_is_cut_and_stepped():
+    _, model, optimizer = made()
+    parameter = model.get_parameter(NAME)
+    for error in (ArithmeticError, None):
+        with pytest.raises(error) if error else nullcontext(), zero_core.gathered(model):
+            parameter.grad = torch.ones(parameter.shape)
+            if error:
+                raise error
+        if error:
+            optimizer.zero_grad()
+            assert parameter.grad is None and zero_core.full_gradient(parameter) is None
+    assert torch.equal(zero_core.full_gradient(parameter), parameter.grad.clone())
+    assert torch.equal(parameter.grad.clone(), torch.ones(parameter.shape))

@@ -84,8 +84,13 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     engine.gathered += 1
     try:
         yield module
+        for unit, k in [part for stacked in whole for part in stacked.cut_gradient()]:
+            engine.reducer.take_given(unit, [k])
+        for unit in opened:
+            unit.gradient.given()
     except BaseException:
         for stacked in whole:
+            stacked.cut_gradient()
             stacked.adopt()
         for unit in opened:
             _hide(unit) if master or whole else None

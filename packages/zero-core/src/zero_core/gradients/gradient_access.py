@@ -96,6 +96,8 @@ class GradientAccess:
                 f"step() has used up the gradient of {name}: read or change the gradient between backward() and "
                 "step(), and call optimizer.zero_grad() after each step()"
             )
+        self._abandon_backward()
+        self._reducer.take_given(unit, [k])
         if not self._complete_all([(unit, k)])[0]:
             return False
         if unit.gradient.lost or not unit.gradient.arrived:

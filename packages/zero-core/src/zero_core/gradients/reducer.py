@@ -73,6 +73,13 @@ class Reducer:
         elif unit.gradient.current is not None:
             unit.gradient.keep_late()
 
+    def take_given(self, unit: Unit, wanted: Container[int]) -> None:
+        """Reduces what visits left in `.grad` of these parameters of the unit: see `UnitGradient.given`."""
+        for k in unit.gradient.given():
+            if k in wanted:
+                unit.gradient.collect(k)
+        self.reduce_unit_late(unit)
+
     def end_backward(self, *, partial: bool) -> None:
         """Reduces gradients that came late; or every unit owes one, as other ranks may have reached it. partial: see
         `Backward`."""

@@ -1,7 +1,7 @@
 """Tracks one backward of a sharded model: its open visits, and the gradients that are complete when it closes them.
 
-Owns the progress of the backward, visits of modules that run inside of it, and gradients of a backward inside of a
-forward. Not here: autograd's entry points (in engine.py), the way of a complete gradient (in gradients/reducer.py).
+Owns the progress of the backward, and visits of modules that run inside of it. Not here: autograd's entry points (in
+engine.py), the way of a complete gradient (in gradients/reducer.py).
 
 [Note: forward inside backward]
 Checkpoints, adjoints, reversible blocks and tensor hooks run modules during backward, and our hooks with them. Such a
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -32,7 +32,6 @@ import torch
 from ..errors import GradientError
 from ..gradients.reducer import Reducer
 from ..unit_memory.residency_policy import Uses
-from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover
 from .attach_hooks import Node
 from .schedule import Pass, Progress, Visit
@@ -117,6 +116,7 @@ class Backward:
     def _close(self, progress: Progress, visit: Visit) -> None:
         for u in visit.units:
             self._uses.leave(self._units[u])
+            self._units[u].gradient.given()
         for u in progress.close(visit):
             if u not in progress.of.external and not self._partial:
                 self._reducer.reduce_unit(self._units[u])
@@ -230,39 +230,3 @@ class Recomputations:
         self.stop_lingering()
         for task in self._open:
             self.close(task)
-
-
-class NestedGradients:
-    """Those of one sharded model. refused: the sharded model's options allow none."""
-
-    def __init__(self, reducer: Reducer, *, refused: bool) -> None:
-        self._reducer, self._refused = reducer, refused
-        self.waiting: set[tuple[Unit, int]] = set()  # whose p.grad a forward under way has, and may step and clear
-
-    def arrived(self, unit: Unit, k: int) -> None:
-        """A gradient arrived inside of the unit's forward. Raises GradientError where p.grad would be only a part of
-        it."""
-        if self._refused or unit.gradient.waits(k) or unit.gradient.leftover[k] is Leftover.STEPPED:
-            unit.gradient.collect(k)
-            earlier = "earlier gradients have moved to the shards, which zero_grad() before this forward would clear"
-            why = "update_in_backward or loss_scale= is used" if self._refused else earlier
-            raise GradientError(
-                f"a backward() inside the forward of unit {unit.name!r} gave {unit.layout.slots[k].name} a gradient. "
-                f"p.grad cannot show what it would in torch, because {why}. Call backward() after this forward. Or use "
-                "torch.autograd.grad() in this forward, and set p.grad"
-            )
-        self.waiting.add((unit, k))
-
-    def collect(self, units: Container[int], *, reduce: bool) -> None:
-        """The forward of these units is over: moves their gradients from p.grad to the shards."""
-        for unit, k in [each for each in self.waiting if each[0].index in units]:
-            self.waiting.remove((unit, k))
-            unit.gradient.collect(k)
-            if reduce:
-                self._reducer.reduce_unit_late(unit)
-
-    def lose(self) -> None:
-        """After Ctrl-C: the step refuses to go without them."""
-        for unit, _ in self.waiting:
-            unit.gradient.lost = True
-        self.waiting.clear()

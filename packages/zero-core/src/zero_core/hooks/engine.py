@@ -27,7 +27,7 @@ from ..unit_memory.unit import Unit
 from ..unit_memory.unit_gradient import Leftover
 from ..unit_memory.unit_memory import UnitContext
 from .attach_hooks import Attachment, FastPaths, Node
-from .backward_pass import Backward, NestedGradients
+from .backward_pass import Backward
 from .saved_tensors import Asking
 from .schedule import Commits, Orders, Pass, Visit
 
@@ -56,7 +56,8 @@ class Engine:
         self._pass: Pass | None = None
         self.live: deque[Pass] = deque(maxlen=16)  # those with a graph, for recomputations that no output announced
         self._backward: Backward | None = None
-        self._nested = NestedGradients(reducer, refused=reducer.updates or loss_scale is not None)
+        for unit in self.units:
+            unit.gradient.may_give = not reducer.updates and loss_scale is None
         self.calls = Calls(type(model).__name__)
         self._fast_paths = FastPaths(self.units, uses, self.calls, self.mend)
         self.commits = Commits(context.store, several=self.ranks.size > 1) if context.store.durable else None
@@ -106,8 +107,6 @@ class Engine:
         """Returns other outputs for a scaled loss, or where views of parameters would leave a module, else nothing."""
         if in_backward():
             visit = None if self._backward is None else self._backward.inside.end(node)
-            if self._nested.waiting:
-                self._nested.collect(node.units, reduce=False)
             if visit is not None and torch.is_grad_enabled():
                 hook_outputs(output, visit.sequence, partial(self._open, None, visit))
             return None
@@ -117,8 +116,6 @@ class Engine:
         if current.thread != threading.get_ident():
             return None  # it was refused, as another thread is inside
         visit = current.stack.pop()
-        if self._nested.waiting:
-            self._nested.collect(set(node.units).difference(*(v.units for v in current.stack)), reduce=True)
         memories = {self.units[u].flat.untyped_storage()._cdata for u in node.units}
         given, output = output, without_views(output, memories)
         if current.grad or torch.is_grad_enabled():
@@ -161,7 +158,6 @@ class Engine:
     def _abandon_forward(self) -> None:
         self._fast_paths.forget()
         self._leave_pass()
-        self._nested.collect(range(len(self.units)), reduce=True)
         for unit in self.units:
             unit.seal()
         self.uses.let_all_go()
@@ -227,8 +223,7 @@ class Engine:
         visits = self._stack
         if in_backward():
             visits = visits + self._ensure_backward().around
-        inside = any(unit.index in visit.units for visit in visits)
-        self._nested.arrived(unit, k) if inside else unit.gradient.collect(k)
+        unit.gradient.given() if any(unit.index in visit.units for visit in visits) else unit.gradient.collect(k)
 
     @mended
     @outside_transforms
@@ -307,7 +302,6 @@ class Engine:
         self.calls.end("backward")
         self.copies.taken.clear()
         self.uses.forget()
-        self._nested.lose()
         for unit in self.units:
             unit.begin_anew()
         self.reducer.begin_anew()
@@ -321,7 +315,8 @@ class Engine:
 
     @mended
     def settle(self) -> None:
-        """Give every lease back: the store may be read, written and updated after this."""
+        """Give every lease back: the store may be read, written and updated after this. Gradients that visits left in
+        `p.grad` are in shards then."""
         self.mend("this call")
         if self.gathered:
             raise ZeroError(
@@ -329,6 +324,8 @@ class Engine:
                 "shards and writes them back at its end: leave the with block first"
             )
         self.abandon_backward()
+        for unit in self.units:
+            self.reducer.take_given(unit, range(len(unit.parameters)))
         self.copies.taken.clear()
         self.uses.settle()
 

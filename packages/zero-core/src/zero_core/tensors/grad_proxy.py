@@ -65,17 +65,15 @@ class HeldGradient(Tensor):
             for place in held.home.places:
                 if (refusal := place.refuse(name_of(func))) is not None:
                     raise GradientError(f"{name_of(func)} on the gradient of {held.home.name} is refused: {refusal}")
-            if torch.is_grad_enabled() and func not in _DETACHING and held.requires_grad:
+            if torch.is_grad_enabled() and func not in _THE_SAME and held.requires_grad:
                 raise GradientError(
                     f"{name_of(func)} on {held.home.name}.grad after backward(create_graph=True): the gradient is in "
                     "shards, which have no graph, so a loss of p.grad would not train the model. For such a loss, take "
                     "gradients from torch.autograd.grad(loss, parameters, create_graph=True). To read values alone, "
                     "write p.grad.detach()"
                 )
-        if func in _DETACHING and args[0].requires_grad:
-            return HeldGradient(args[0], args[0].home).requires_grad_(False)
         if func in _THE_SAME:
-            return args[0]
+            return args[0] if func is Tensor.contiguous else HeldGradient(args[0], args[0].home).requires_grad_(False)
         if (order := _order(func, args, kwargs)) is not None:
             norm = torch.linalg.vector_norm
             norms = [HeldNorm.of(g, order) if isinstance(g, cls) else norm(g, order) for g in _listed(args[0])]
@@ -279,8 +277,7 @@ class GradientCopy(FullCopy):
 
 
 _LEAVES: set[Any] = {Tensor.requires_grad_, _T.requires_grad.__set__}
-_DETACHING: set[Any] = {Tensor.detach, _T.data.__get__}
-_THE_SAME: set[Any] = {*_DETACHING, Tensor.contiguous}
+_THE_SAME: set[Any] = {Tensor.detach, _T.data.__get__, Tensor.contiguous}
 _NORMS: set[Any] = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
 _QUOTIENTS: set[Any] = {Tensor.div_, Tensor.__itruediv__, torch._foreach_div_}
 _PRODUCTS: set[Any] = {Tensor.mul_, Tensor.__imul__, torch._foreach_mul_, *_QUOTIENTS}

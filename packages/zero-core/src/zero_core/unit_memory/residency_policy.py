@@ -155,6 +155,7 @@ class Uses:
         for u in units:
             if self._units[u].users:
                 self.leave(self._units[u])
+                self._units[u].gradient.given()
             self.let_go(self._units[u], **how)
 
     @outside_transforms

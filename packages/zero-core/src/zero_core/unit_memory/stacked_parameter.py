@@ -222,6 +222,17 @@ class Stacked(Home):
             return []
         return [hooked(unit.parameters[k], partial(_keep_gradient, me, n)) for n, (unit, k) in enumerate(self.parts)]
 
+    def cut_gradient(self) -> Sequence[tuple[Unit, int]]:
+        """Its `.grad`, if it is trained and has one, becomes that of its rows. Returns their units and numbers then."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = self.parameter.grad
+            if gradient is None or self.parts[0][0].groups[self.parts[0][1]] is None:
+                return ()
+            self.parameter.grad = None
+            for unit, k in self.parts:
+                unit.parameters[k].grad = gradient[_slice(unit, k)]
+        return self.parts
+
 
 def _slice(unit: Unit, k: int) -> slice:
     rows: Rows = unit.layout.slots[k].whole
@@ -250,11 +261,7 @@ class _Cut:
         of, collect = self.of(), self.collect()
         if of is None or collect is None:
             return
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient, parameter.grad = parameter.grad, None
-        for unit, k in of.parts if gradient is not None else ():
-            with torch._C.DisableTorchFunctionSubclass():
-                unit.parameters[k].grad = gradient[_slice(unit, k)]  # type: ignore[index]
+        for unit, k in of.cut_gradient():
             collect(unit, k)
 
 

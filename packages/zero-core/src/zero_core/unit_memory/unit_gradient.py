@@ -71,6 +71,7 @@ class UnitGradient:
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
         self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
         self._edges = unit.layout.edges()
+        self.may_give = True  # visits may leave `.grad`: no loss is scaled, and no update made in backward
 
     def collect(self, k: int) -> None:
         """Move parameter k's `.grad` into the unit's flat gradient."""
@@ -93,6 +94,33 @@ class UnitGradient:
         self.used[k] = True
         self.graphs[k] |= gradient.requires_grad
         self.versions[k].wrote()
+
+    def _left(self, *, forget: bool = False) -> list[int]:
+        """Returns parameters with a `.grad` that a visit has left, or a backward that ended before `collect`. forget:
+        drops these."""
+        with torch._C.DisableTorchFunctionSubclass():
+            left = [k for k, p in enumerate(self.parameters) if self.groups[k] is not None and p.grad is not None]
+            for k in left if forget else ():
+                self.parameters[k].grad = None
+        return left
+
+    def given(self) -> list[int]:
+        """Returns parameters with a `.grad` that a visit has left: of a backward inside of it, or set by the user. It
+        goes to the shards with that of a later backward, or before the step. Raises GradientError where torch would
+        show another one."""
+        for k in (left := self._left()):
+            if self.used[k] or self.leftover[k] in (Leftover.UPDATED, Leftover.STEPPED) or not self.may_give:
+                self.lost = bool(self._left(forget=True))
+                why = "an earlier one is in shards" if self.may_give else "update_in_backward or loss_scale= is used"
+                raise GradientError(
+                    f"{self.layout.slots[k].name} got a gradient, of a backward() or by p.grad = tensor, inside the "
+                    f"forward or backward of unit {self.name!r} or inside zero_core.gathered. p.grad cannot show what "
+                    f"it would in torch, because {why}. Call zero_grad(). Then call backward() after this forward, or "
+                    "zero_core.set_full_gradient(p, tensor) before step(). In a torch.autograd.Function, return the "
+                    "gradient from its backward(). To step another optimizer in this forward, set p.grad to the "
+                    "result of torch.autograd.grad(), and to None after that step"
+                )
+        return left
 
     def _memory(self) -> Tensor:
         """The store's own memory if there is one rank and the store lends it, else a pooled buffer."""
@@ -157,7 +185,7 @@ class UnitGradient:
     def discard(self, leftover: Leftover) -> None:
         """Forget every gradient that the store does not have yet. leftover: as in `consumed`."""
         self.state = GradientState.NONE
-        self._forget_arrived()
+        self._left(forget=True)
         self.drop_current()
         if self.kept is not None:
             self.pool.give(self.kept)
@@ -166,20 +194,12 @@ class UnitGradient:
 
     def begin_anew(self) -> None:
         """After Ctrl-C at any line: there is no gradient, and a step refuses to go without those that there were."""
-        lost = self.lost or self.arrived or any(self.used) or self.current is not None
+        lost = bool(self._left(forget=True)) or self.lost or self.arrived or any(self.used) or self.current is not None
         self.current = self.kept = None
         self.state = GradientState.NONE
         self.filled.clear()
-        self._forget_arrived()
         self._clear_flags()
         self.lost = lost
-
-    def _forget_arrived(self) -> None:
-        """Drop the `.grad` of parameters that a backward left because it ended before `collect`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, group in zip(self.parameters, self.groups, strict=True):
-                if group is not None and parameter.grad is not None:
-                    parameter.grad = None
 
     def _clear(self, leftover: Leftover) -> None:
         for k, left in enumerate(self.leftover):
