@@ -129,6 +129,13 @@ def test_a_whole_model_compiled():
     torch.compiler.reset()
 
 
+@pytest.mark.promise("compiled-model")
+def test_a_compiled_loss_of_a_parameter_after_a_forward():
+    square = torch.compile(lambda weight: weight.square().sum(), backend="aot_eager")
+    toys.beside(toys.Stack, steps=2, loss=lambda model, x: toys.loss_of(model, x) + square(model.head.weight))
+    torch.compiler.reset()
+
+
 @pytest.mark.promise("traced")
 def test_what_would_keep_parameters_without_memory_is_refused():
     model = kit.sharded(toys.Stack, toys.sgd)[0]

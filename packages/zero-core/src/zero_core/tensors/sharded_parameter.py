@@ -35,7 +35,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, arriving: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.arriving = arriving
-        return _values_for_graphs(parameter)
+        return values_for_graphs(parameter)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -111,10 +111,10 @@ def _full(parameter: Sharded) -> Tensor:
             return home_of(parameter).full_copy(parameter)
         if parameter.requires_grad:
             return _Gather.apply(parameter, home_of(parameter).note_external_use(parameter))
-        return _values_for_graphs(parameter)
+        return values_for_graphs(parameter)
 
 
-def _values_for_graphs(parameter: Tensor) -> Tensor:
+def values_for_graphs(parameter: Tensor) -> Tensor:
     """Full values that share the parameter's version counter, so that autograd refuses tensors saved from them once
     the parameter has changed."""
     if wraps(type(parameter)):
