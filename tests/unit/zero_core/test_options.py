@@ -120,6 +120,39 @@ def test_a_group_whose_parameters_change_is_refused_before_the_step(change, grou
         assert not torch.equal(kit.values(model)[0], values)
 
 
+@pytest.mark.advice("update the shards: leave")
+@pytest.mark.parametrize("whose", ["returned", "given", "joint"])
+@pytest.mark.parametrize(
+    "groups", [lambda groups: groups[::-1], lambda groups: groups[:1], lambda groups: [dict(each) for each in groups]]
+)
+def test_other_groups_are_not_assigned_in_silence(groups, whose):
+    """Fails if groups in another order train with one another's options, or options of a new dict are not read."""
+    model, given = groups_of_two()
+    if whose == "joint":
+        given = zero_core.JointOptimizer(*(torch.optim.SGD([each]) for each in given.param_groups))
+    optimizer = zero_core.shard(model, given)
+    train(model, optimizer, {}, steps=1)
+    values = kit.values(model)[0]
+    told = "param_groups of optimizer SGD.* assigned after.* the shards: leave .* write into a dict of it, as optimizer"
+    with pytest.raises(UnsupportedOptimizerError, match=told):
+        if whose == "joint":
+            optimizer.param_groups[:] = groups(optimizer.param_groups)
+        else:
+            (optimizer if whose == "returned" else given).param_groups = groups(given.param_groups)
+        optimizer.step()
+    assert torch.equal(kit.values(model)[0], values)
+
+
+def test_what_a_joint_optimizer_has_of_its_members_is_assigned_to_these():
+    members = [torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2)]
+    for optimizer in (both := zero_core.JointOptimizer(*members), zero_core.JointOptimizer(both)):
+        for name in ("param_groups", "state"):
+            with pytest.raises(ValueError, match=f"no {name} of its own: assign {name} of one of its"):
+                setattr(optimizer, name, type(getattr(optimizer, name))())
+    members[1].param_groups = [{**members[1].param_groups[0], "lr": 0.5}]
+    assert [group["lr"] for group in both.param_groups] == [0.1, 0.5]
+
+
 @pytest.mark.advice("To change its options later, give p its own group before")
 def test_a_parameter_that_stops_or_gets_other_options_later_trains_as_advised():
     def trained(made):

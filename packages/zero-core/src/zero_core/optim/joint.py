@@ -44,6 +44,7 @@ class JointOptimizer(torch.optim.Optimizer):
                 f"{tuple(twice[0].shape)}): give each parameter to one of them"
             )
         super().__init__([group for each in self.optimizers for group in each.param_groups], {})
+        self._zero_joined = True
 
     # The base class keeps these two as attributes. Here they are read from the members, which may replace theirs.
 
@@ -54,7 +55,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        pass
+        self._refuse_assigned("param_groups")
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -63,7 +64,11 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
-        pass
+        self._refuse_assigned("state")
+
+    def _refuse_assigned(self, name: str) -> None:
+        if hasattr(self, "_zero_joined"):  # the base class assigns both before
+            raise ValueError(f"a JointOptimizer has no {name} of its own: assign {name} of one of its `optimizers`")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError: a group belongs to a member."""

@@ -59,13 +59,12 @@ class ShardedOptimizer(Optimizer):
         self.register_step_pre_hook(partial(_run_hooks, hooked, "_optimizer_step_pre_hooks"))
         self.register_step_post_hook(partial(_run_hooks, hooked, "_optimizer_step_post_hooks"))
         self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
-        self._sealed = True
         self.engine, self.max_grad_norm = engine, max_grad_norm
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # steps carried over
         self._updates = updates
         self._joint, self._kind = len(members_of(optimizer)) > 1, kind_of(optimizer)
-        self._options = Options(optimizer, engine.ranks.device)
+        self._options = Options(optimizer, self.param_groups, engine.ranks.device)
         self.double = Double(optimizer, engine.ranks.device)
         self._by_itself, self._together = bool(self.double), is_together(optimizer)
         if updates is not None:
@@ -76,6 +75,13 @@ class ShardedOptimizer(Optimizer):
                 )
             updates.options = self._options
         self.state = States()
+        self._sealed = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises for `param_groups`, as the shards are cut by the groups."""
+        if name == "param_groups" and getattr(self, "_sealed", False):
+            self._options.refuse_assigned(name)
+        super().__setattr__(name, value)
 
     @_not_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ _WAY_OUT = (
     'If step() handles each parameter separately, pass optimizer_contract="by itself" to zero_core.shard'
 )
 _FIXED = "so it cannot change now. Set it back. To train with another value, set it before zero_core.shard"
+_ASSIGNED = {  # by what may be assigned in vain, how to do the same
+    "param_groups": 'To change an option, write into a dict of it, as optimizer.param_groups[0]["lr"] = 0.1',
+}
 _SMALL = 7  # elements of a throw-away parameter
 _FREE = {"params", "lr", "weight_decay", "foreach", "fused", "adjust_lr_fn"}  # no optimizer has other states by them
 _FREE |= {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}  # notes of torch's schedulers
@@ -195,8 +198,8 @@ class StateFormat:
 class Options:
     """The live options of the user's groups. `formats`: the format of each group's states with its current options."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+        self._optimizer, self._groups = optimizer, groups  # those of the sharded optimizer: the same dicts
         self.formats = state_formats(optimizer, device)
         # By the numbers of groups, except of those that a class steps whole: it does the rest.
         self._first = {
@@ -214,11 +217,13 @@ class Options:
         Raises UnsupportedOptimizerError naming an option that was switched, or a group that has other parameters than
         it had.
         """
+        if any(mine is not given for mine, given in zip_longest(self._groups, self._optimizer.param_groups)):
+            self.refuse_assigned("param_groups")
         if (now := self._members()) != self._parameters:
             self._refuse_members(now)
-        if changed := [g for g, whole in enumerate(self._needed_whole()) if whole != self._whole[g]]:
+        if others := [g for g, whole in enumerate(self._needed_whole()) if whole != self._whole[g]]:
             raise UnsupportedOptimizerError(
-                f"an option of param group {changed[0]} of optimizer {kind_of(self._optimizer)} changed during the "
+                f"an option of param group {others[0]} of optimizer {kind_of(self._optimizer)} changed during the "
                 f"run. It decides which states there are, or which parameters must stay whole, {_FIXED}"
             )
         for number, (first, old) in self._first.items():
@@ -231,6 +236,13 @@ class Options:
                     f"param group {number} changed {changed[0]} from {before} to {after} during the run. It may decide "
                     f"which states optimizer {kind_of(self._optimizer)} has, {_FIXED}"
                 )
+
+    def refuse_assigned(self, name: str) -> NoReturn:
+        """Raise, as an attribute of the given optimizer, or of the sharded one, got another value."""
+        raise UnsupportedOptimizerError(
+            f"{name} of optimizer {kind_of(self._optimizer)} was assigned after zero_core.shard. Copies of the "
+            f"optimizer with the earlier {name} update the shards: leave {name} as it was. {_ASSIGNED[name]}"
+        )
 
     def _members(self) -> list[frozenset[int]]:
         """Of each group, the ids of its parameters."""
