@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -269,20 +270,58 @@ def test_named_parameters_and_options_travel():
     assert seen == ["saved"] and ours.step_count == 7
 
 
-@pytest.mark.advice("and zeros to reset the state")
 @pytest.mark.promise("optimizer-state-changed")
 @pytest.mark.parametrize(
-    "change", [lambda s, p: s.clear(), lambda s, p: s.pop(p, None), lambda s, p: s.__setitem__(p, {})]
+    "use",
+    [
+        lambda o, p: o.state.clear(),
+        lambda o, p: o.state.pop(p, None),
+        lambda o, p: o.state.update({}),
+        lambda o, p: o.state.get(p),
+        lambda o, p: o.state.values(),
+        lambda o, p: o.state[p],
+        lambda o, p: o.state.__setitem__(p, {}),
+        lambda o, p: p in o.state,
+        lambda o, p: len(o.state),
+        lambda o, p: list(o.state),
+        lambda o, p: dict(o.state),
+        lambda o, p: o.state == {},
+        lambda o, p: copy.deepcopy(o.state),
+        lambda o, p: pickle.dumps(o.state),
+        lambda o, p: setattr(o, "state", {}),
+    ],
 )
-def test_states_are_not_changed_in_silence(change):
-    """Fails if a callback that clears optimizer.state, as restarts do, goes on with the old moments."""
-    model, optimizer = kit.sharded(toys.Stack(1), toys.adamw)
-    steps(model, optimizer, 0, 1)
-    with pytest.raises(UnsupportedOptimizerError, match="a part of each state. Write a state with zero_core"):
-        change(optimizer.state, model.head.weight)
-    zero_core.set_full_state(model.head.weight, "exp_avg", torch.zeros(3, toys.WIDTH))  # "zeros to begin anew"
-    assert not zero_core.full_state(model.head.weight, "exp_avg").any()
-    steps(model, optimizer, 1, 2)
+@pytest.mark.parametrize("whose", ["returned", "given"])
+def test_states_are_not_read_or_changed_in_silence(use, whose):
+    """Fails if a callback that resets optimizer.state, as restarts do, goes on with the old moments."""
+    model = toys.Stack(1)
+    given = toys.adamw(model.parameters())
+    returned = zero_core.shard(model, given)
+    for _ in range(2):  # before the first step too
+        told = (
+            "(neither be read nor changed|state of optimizer AdamW was assigned).*To reset all states, call optimizer.l"
+        )
+        with pytest.raises(UnsupportedOptimizerError, match=told):
+            use(returned if whose == "returned" else given, model.head.weight)
+            returned.step()
+        given.state = returned.state  # "leave state as it was"
+        steps(model, returned, 0, 1)
+
+
+@pytest.mark.advice("To reset all states, call optimizer.load_state_dict({**optimizer.full_state_dict()")
+@pytest.mark.promise("optimizer-state-changed")
+@kit.on_ranks(1, 2)
+def test_states_that_are_reset_as_advised_begin_anew_as_in_torch():
+    dense, theirs, model, ours = twins("adamw", toys.Stack)
+    for each, optimizer in ((dense, theirs), (model, ours)):
+        steps(each, optimizer, 0, 2)
+        if optimizer is theirs:
+            optimizer.state = defaultdict(dict)
+        else:
+            optimizer.load_state_dict({**optimizer.full_state_dict(), "state": {}})
+        steps(each, optimizer, 2, 4)
+    if found := ours.full_state_dict():
+        same(found["state"], theirs.state_dict()["state"])
 
 
 class Later(torch.optim.SGD):

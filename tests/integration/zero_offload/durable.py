@@ -109,7 +109,8 @@ def loaded(folder, frozen=False, width=40, **options):
     model = made(frozen, width)
     optimizer = zero_core.shard(model, torch.optim.AdamW(trained_of(model), lr=1e-2), **options)
     found = checkpoint.load(folder, model, optimizer)
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    kept = optimizer.full_state_dict(rank0_only=False)["state"]
+    states = [value for state in kept.values() for value in state.values() if torch.is_tensor(value)]
     values = [*kit.values(model, master=True), *(value.clone() for value in states), *model.buffers()]
     optimizer.close()
     return values, found.step

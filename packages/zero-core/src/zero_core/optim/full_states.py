@@ -6,9 +6,8 @@ Owns that format, and the comparisons before anything changes. Not here: folders
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from ..unit_memory.unit import Unit, optimized_in
 from ..util.tensor_json import without_functions
 from .prior_states import check_states, from_rank_0, put_states
 from .single_parameter import is_number, number_of
-from .state_names import StateFormat
+from .state_names import RESET, StateFormat
 
 INSTEAD = (
     "To save the optimizer, call zero_core.checkpoint.save(folder, model, optimizer) on every rank; checkpoint.load "
@@ -36,23 +35,18 @@ _Groups = Sequence[Mapping[str, Any]]
 _Placed = tuple[int, Tensor, list[tuple[Unit, int]], StateFormat]
 
 
-class States(defaultdict[Any, Any]):
-    """The empty `state` of a sharded optimizer, whose states are in shards. It raises when asked for one."""
+class States:
+    """The `state` of a sharded optimizer, whose states are in shards. Only its truth can be asked for."""
 
-    def __missing__(self, parameter: Any) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedOptimizerError(
-            "optimizer.state of a sharded optimizer has no entry for a parameter, because each rank has a part of "
-            f"each state. Use zero_core.full_state(parameter, name) and zero_core.set_full_state. {INSTEAD}"
+            "optimizer.state of a sharded optimizer can neither be read nor changed, because each rank has a part of "
+            f"each state. Use zero_core.full_state(parameter, name) and zero_core.set_full_state. {RESET}. {INSTEAD}"
         )
 
-    def _refuse_change(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: read-only, because writes would be ignored."""
-        raise UnsupportedOptimizerError(
-            "optimizer.state of a sharded optimizer is read-only, because each rank has a part of each state. "
-            "Write a state with zero_core.set_full_state(parameter, name, values), and zeros to reset the state"
-        )
-
-    clear = pop = popitem = update = setdefault = __setitem__ = __delitem__ = _refuse_change
+    __getattr__ = __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __eq__ = _refuse
+    __or__ = __ror__ = __ior__ = __reversed__ = __reduce_ex__ = _refuse
+    __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
         """True, because torch.distributed.checkpoint makes states by a step of zeros where there are none."""

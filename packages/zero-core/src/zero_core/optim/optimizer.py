@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -74,12 +73,13 @@ class ShardedOptimizer(Optimizer):
                     f"AdamW, and optimizer {self._kind} is not: leave update_in_backward out"
                 )
             updates.options = self._options
-        self.state = States()
+        self.state: Any = States()
+        self._options.seal(self.state)
         self._sealed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises for `param_groups`, as the shards are cut by the groups."""
-        if name == "param_groups" and getattr(self, "_sealed", False):
+        """Raises for `param_groups` and `state`, which the shards have."""
+        if name in ("param_groups", "state") and getattr(self, "_sealed", False):
             self._options.refuse_assigned(name)
         super().__setattr__(name, value)
 
@@ -247,11 +247,11 @@ class ShardedOptimizer(Optimizer):
         return self._packed(states, masters) if keep else {}
 
     def _packed(self, states: dict[Tensor, dict[str, Any]], masters: dict[int, Tensor] | None = None) -> dict[str, Any]:
-        nothing, self.state = self.state, defaultdict(dict, states)
+        nothing, vars(self)["state"] = self.state, states
         try:
             packed = super().state_dict()
         finally:
-            self.state = nothing
+            vars(self)["state"] = nothing
         scale = self.engine.loss_scale
         return {
             **packed,

@@ -29,8 +29,12 @@ _WAY_OUT = (
     'If step() handles each parameter separately, pass optimizer_contract="by itself" to zero_core.shard'
 )
 _FIXED = "so it cannot change now. Set it back. To train with another value, set it before zero_core.shard"
+RESET = (
+    'To reset all states, call optimizer.load_state_dict({**optimizer.full_state_dict(), "state": {}}) on every rank'
+)
 _ASSIGNED = {  # by what may be assigned in vain, how to do the same
     "param_groups": 'To change an option, write into a dict of it, as optimizer.param_groups[0]["lr"] = 0.1',
+    "state": RESET,
 }
 _SMALL = 7  # elements of a throw-away parameter
 _FREE = {"params", "lr", "weight_decay", "foreach", "fused", "adjust_lr_fn"}  # no optimizer has other states by them
@@ -211,6 +215,12 @@ class Options:
         self._asks = any(isinstance(each, NeedsUncut) for each in members_of(optimizer))
         self._whole = self._needed_whole()
 
+    def seal(self, state: Any) -> None:
+        """Make `state` that of the given optimizer, which `check` compares."""
+        self._state = state
+        for each in members_of(self._optimizer):
+            each.state = state
+
     def check(self) -> None:
         """Call it before anything is updated. Numbers may change at each step, but not become 0 or cease to be.
 
@@ -219,6 +229,8 @@ class Options:
         """
         if any(mine is not given for mine, given in zip_longest(self._groups, self._optimizer.param_groups)):
             self.refuse_assigned("param_groups")
+        if any(each.state is not self._state for each in members_of(self._optimizer)):
+            self.refuse_assigned("state")
         if (now := self._members()) != self._parameters:
             self._refuse_members(now)
         if others := [g for g, whole in enumerate(self._needed_whole()) if whole != self._whole[g]]:
