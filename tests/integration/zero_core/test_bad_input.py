@@ -1,6 +1,7 @@
 """A user's mistake raises a named error with the fact, the values and the way out, and nothing hangs."""
 
 import copy
+import functools
 import gc
 import io
 import logging
@@ -145,6 +146,42 @@ def test_the_optimizer_that_was_given_says_that_another_took_its_place(call):
     returned.step()
     given.zero_grad()
     assert model.head.weight.grad is None and len(returned.param_groups) == 1
+
+
+@pytest.mark.promise("optimizer-methods")
+@pytest.mark.advice("returned instead")
+@pytest.mark.parametrize("wrap", [lambda new, old: new, lambda new, old: functools.wraps(old.__func__)(new)])
+def test_a_replaced_step_is_refused_and_runs_on_the_returned_optimizer(wrap):
+    """It was left out in silence. A scheduler's own replacement is none."""
+
+    def replaced(model, optimizer):
+        real = optimizer.step
+
+        def halved(closure=None):
+            for p in model.parameters():
+                p.grad.mul_(0.5)
+            return real(closure)
+
+        optimizer.step = wrap(halved, real)
+        return optimizer
+
+    dense, model = kit.twins(toys.Stack)
+    for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
+        given = torch.optim.SGD(model.parameters(), lr=0.1)
+        setattr(given, name, wrap(lambda *_: None, getattr(given, name)))
+        told = rf"{name}\(\) of this SGD was replaced .*assign {name} of the optimizer that zero_core.shard returned"
+        for optimizer in (given, zero_core.JointOptimizer(given)):
+            with pytest.raises(UnsupportedOptimizerError, match=told):
+                zero_core.shard(model, optimizer)
+    theirs, given = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (dense, model))
+    torch.optim.lr_scheduler.ConstantLR(given, 1.0)
+    given.zero_grad = given.zero_grad
+    ours = replaced(model, zero_core.shard(model, given))
+    theirs = replaced(dense, theirs)
+    for each, optimizer in ((dense, theirs), (model, ours)):
+        for step in range(2):
+            kit.step(optimizer, toys.loss_of(each, toys.data(step, 0)))
+    torch.testing.assert_close(model.state_dict(), dense.state_dict())
 
 
 class Shrinking(torch.optim.SGD):

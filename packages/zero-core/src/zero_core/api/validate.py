@@ -6,6 +6,7 @@ Owns no state. Not here: the comparison of several ranks (in assemble.py).
 from __future__ import annotations
 
 import os
+from itertools import product
 from typing import Any
 
 import torch
@@ -47,6 +48,18 @@ def check_given(
         raise ZeroError(f"max_grad_norm={max_grad_norm}: give a norm above 0, or None, which does not clip")
     if any(isinstance(each, ShardedOptimizer) or "_zero_sharded" in each.__dict__ for each in members_of(optimizer)):
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
+    for each, name in product(
+        {optimizer, *members_of(optimizer)}, ("step", "zero_grad", "state_dict", "load_state_dict")
+    ):
+        method = getattr(each, name)
+        method = getattr(method, "__func__", method)
+        if hasattr(method, "_wrapped_by_lr_sched"):  # by a scheduler that was built before
+            method = method.__wrapped__
+        if method is not getattr(type(each), name):
+            raise UnsupportedOptimizerError(
+                f"{name}() of this {type(each).__name__} was replaced by another function, which zero_core.shard would "
+                f"leave out: assign {name} of the optimizer that zero_core.shard returned instead"
+            )
     held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, Optimizer))
     if (wrapped := next(held, None)) is not None:
         accelerates = type(optimizer).__module__.startswith("accelerate.")
