@@ -143,6 +143,74 @@ def test_other_groups_are_not_assigned_in_silence(groups, whose):
     assert torch.equal(kit.values(model)[0], values)
 
 
+class Scaled(torch.optim.SGD):
+    """Reads numbers from itself and from its groups."""
+
+    factor = 1.0
+
+    def __init__(self, params, lr=0.1):
+        super().__init__([{"params": list(params), "scale": 1.0}], lr=lr)
+        self.scale, self.scales, self.steps = 1.0, {"all": [1.0]}, []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps.append(True)
+        for group in self.param_groups:
+            scale = self.factor * self.scale * self.scales["all"][0] * group["scale"] * self.defaults["lr"]
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=scale * len(self.steps))
+
+
+def scaled():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return model, Scaled(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("scale", lambda o: setattr(o, "scale", 0.5)),
+        ("factor", lambda o: setattr(o, "factor", 0.5)),
+        ("scales", lambda o: setattr(o, "scales", {"all": [0.5]})),
+        ("defaults", lambda o: setattr(o, "defaults", {"lr": 0.5})),
+        ("defaults", lambda o: o.defaults.update(lr=0.5)),
+        ("scales", lambda o: o.scales["all"].__setitem__(0, 0.5)),
+        ("scales", lambda o: o.scales["all"].append(0.5)),
+        ("scale", lambda o: delattr(o, "scale")),
+    ],
+)
+@pytest.mark.parametrize("whose", ["returned", "given", "joint"])
+def test_an_attribute_that_copies_read_is_not_set_in_silence(name, change, whose):
+    model, given = scaled()
+    optimizer = zero_core.shard(model, zero_core.JointOptimizer(given) if whose == "joint" else given)
+    train(model, optimizer, {}, steps=2)
+    values = kit.values(model)[0]
+    if whose == "returned" and not hasattr(optimizer, name) and name != "factor":
+        change = lambda o: setattr(o, name, 0.5)  # noqa: E731
+    told = f"^{name} of optimizer Scaled was assigned after.*Set {name} before zero_core.shard. To change {name} during"
+    with pytest.raises(UnsupportedOptimizerError, match=told):
+        change(optimizer if whose == "returned" else given)
+        train(model, optimizer, {}, steps=1)
+    assert torch.equal(kit.values(model)[0], values)
+
+
+@pytest.mark.advice("an option of a parameter group, which step() reads from self.param_groups")
+@pytest.mark.advice("before zero_core.shard. To change")
+@pytest.mark.parametrize("more", [{}, {"store": True, "optimizer_contract": "by itself"}], ids=str)
+def test_an_option_in_place_of_an_attribute_changes_as_in_torch(more):
+    """Fails if the lists of the copies are one, which each copy's steps, trial ones too, would make longer."""
+    plain, theirs = scaled()
+    model, given = scaled()
+    for optimizer in (theirs, given):
+        optimizer.scale = 0.5
+    ours = sharded((model, given), **more)[1]
+    ours.max_grad_norm = None  # its own
+    for each, optimizer in ((plain, theirs), (model, ours)):
+        train(each, optimizer, {2: {"scale": 0.5}})
+    torch.testing.assert_close(kit.values(model)[0], plain.weight.data)
+
+
 def test_what_a_joint_optimizer_has_of_its_members_is_assigned_to_these():
     members = [torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2)]
     for optimizer in (both := zero_core.JointOptimizer(*members), zero_core.JointOptimizer(both)):

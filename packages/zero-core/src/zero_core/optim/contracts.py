@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ..errors import UnsupportedOptimizerError
 from ..store import GroupStep
@@ -42,9 +42,9 @@ _LIST = Path(__file__).with_name("contracts.json")
 _WORD, _DECLARED, _SETTLED = "optimizer_contract", "_zero_contract", "_zero_contract_of_run"
 # Methods that a scheduler, or `replace_optimizer`, has put on an optimizer in place of its class's.
 _TAKEN = ("step", "state_dict", "load_state_dict", "add_param_group")
-# Other attributes that a scheduler puts there, and one of torch's fused optimizers.
-_OTHERS = {*_TAKEN, "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
-_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | _OTHERS
+# Other attributes that a scheduler or accelerate puts there, and one of torch's fused optimizers.
+NOTES = {"_step_count", "_opt_called", "_is_accelerate_prepared", "_need_device_dtype_check_for_fused"}
+_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | NOTES | {*_TAKEN}
 
 
 def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
@@ -209,7 +209,7 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     if not alike or not all(same(value, getattr(again, key)) for key, value in own.items()):
         # A class of the user's, built from other arguments: the same object, over other parameters.
         again = object.__new__(type(optimizer))  # copy.copy would only take the names in Optimizer.__getstate__
-        again.__dict__.update(vars(optimizer))
+        again.__dict__.update(vars(optimizer), **tree_map(lambda leaf: leaf, own))  # with containers of its own
         again.state = defaultdict(dict)
         again.param_groups = made
         again._optimizer_step_pre_hooks, again._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

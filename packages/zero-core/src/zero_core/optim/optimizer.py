@@ -20,7 +20,7 @@ from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
 from ..hooks.engine import Engine
 from ..unit_memory.unit_gradient import Leftover
 from .backward_updates import UpdatesInBackward
-from .contracts import frozen, is_together
+from .contracts import NOTES, frozen, is_together
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .joint import joined_states, kind_of, members_of
 from .single_parameter import Double
@@ -53,7 +53,7 @@ class ShardedOptimizer(Optimizer):
         self, optimizer: Optimizer, engine: Engine, updates: UpdatesInBackward | None, max_grad_norm: float | None
     ) -> None:
         self._sealed = False
-        super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
+        super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         hooked = list(dict.fromkeys((optimizer, *members_of(optimizer))))
         self.register_step_pre_hook(partial(_run_hooks, hooked, "_optimizer_step_pre_hooks"))
         self.register_step_post_hook(partial(_run_hooks, hooked, "_optimizer_step_post_hooks"))
@@ -78,8 +78,9 @@ class ShardedOptimizer(Optimizer):
         self._sealed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises for `param_groups` and `state`, which the shards have."""
-        if name in ("param_groups", "state") and getattr(self, "_sealed", False):
+        """Raises for what copies of the given optimizer have, and its class may read in step()."""
+        theirs = name in ("param_groups", "state", "defaults") or not (hasattr(self, name) or name in NOTES)
+        if getattr(self, "_sealed", False) and theirs:
             self._options.refuse_assigned(name)
         super().__setattr__(name, value)
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from ..errors import UnsupportedOptimizerError
 from .contracts import WHOLE, contract_of, options_of, over_segments, own_attributes, same, steps_whole
@@ -216,10 +216,10 @@ class Options:
         self._whole = self._needed_whole()
 
     def seal(self, state: Any) -> None:
-        """Make `state` that of the given optimizer, which `check` compares."""
-        self._state = state
+        """Make `state` that of the given optimizer, and let `check` compare the attributes from now on."""
         for each in members_of(self._optimizer):
             each.state = state
+        self._marks = self._marked()
 
     def check(self) -> None:
         """Call it before anything is updated. Numbers may change at each step, but not become 0 or cease to be.
@@ -229,8 +229,11 @@ class Options:
         """
         if any(mine is not given for mine, given in zip_longest(self._groups, self._optimizer.param_groups)):
             self.refuse_assigned("param_groups")
-        if any(each.state is not self._state for each in members_of(self._optimizer)):
-            self.refuse_assigned("state")
+        marks = self._marked()
+        for key in {**self._marks, **marks}:
+            one, other = self._marks.get(key), marks.get(key)
+            if one is not other and (isinstance(one, Tensor) or not same(one, other)):
+                self.refuse_assigned(key[0])
         if (now := self._members()) != self._parameters:
             self._refuse_members(now)
         if others := [g for g, whole in enumerate(self._needed_whole()) if whole != self._whole[g]]:
@@ -249,11 +252,24 @@ class Options:
                     f"which states optimizer {kind_of(self._optimizer)} has, {_FIXED}"
                 )
 
+    def _marked(self) -> dict[tuple[str, int, int], Any]:
+        """The leaves and the structure of each attribute of each member that its class may read in step()."""
+        return {
+            (name, member, number): leaf
+            for member, each in enumerate(members_of(self._optimizer))
+            for name, value in {**own_attributes(each), "state": each.state, "defaults": each.defaults}.items()
+            for number, leaf in enumerate([*tree_leaves(value), tree_structure(value)])
+        }
+
     def refuse_assigned(self, name: str) -> NoReturn:
         """Raise, as an attribute of the given optimizer, or of the sharded one, got another value."""
+        way = _ASSIGNED.get(name) or (
+            f"Set {name} before zero_core.shard. To change {name} during the run, replace self.{name} in your class by "
+            "an option of a parameter group, which step() reads from self.param_groups"
+        )
         raise UnsupportedOptimizerError(
             f"{name} of optimizer {kind_of(self._optimizer)} was assigned after zero_core.shard. Copies of the "
-            f"optimizer with the earlier {name} update the shards: leave {name} as it was. {_ASSIGNED[name]}"
+            f"optimizer with the earlier {name} update the shards: leave {name} as it was. {way}"
         )
 
     def _members(self) -> list[frozenset[int]]:
