@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..comm.ranks import BLANK
 from ..errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError, listed
 from ..gradients.loss_scaling import LossScale
+from ..optim.contracts import TAKEN
 from ..optim.joint import members_of
 from ..optim.optimizer import ShardedOptimizer
 from ..precision import FLOATS
@@ -48,9 +49,7 @@ def check_given(
         raise ZeroError(f"max_grad_norm={max_grad_norm}: give a norm above 0, or None, which does not clip")
     if any(isinstance(each, ShardedOptimizer) or "_zero_sharded" in each.__dict__ for each in members_of(optimizer)):
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
-    for each, name in product(
-        {optimizer, *members_of(optimizer)}, ("step", "zero_grad", "state_dict", "load_state_dict")
-    ):
+    for each, name in product({optimizer, *members_of(optimizer)}, TAKEN):
         method = getattr(each, name)
         method = getattr(method, "__func__", method)
         if hasattr(method, "_wrapped_by_lr_sched"):  # by a scheduler that was built before

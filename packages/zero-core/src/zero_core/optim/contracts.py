@@ -41,10 +41,10 @@ _MUON: Any = getattr(torch.optim, "Muon", None)  # from torch 2.9 on
 _LIST = Path(__file__).with_name("contracts.json")
 _WORD, _DECLARED, _SETTLED = "optimizer_contract", "_zero_contract", "_zero_contract_of_run"
 # Methods that a scheduler, or `replace_optimizer`, has put on an optimizer in place of its class's.
-_TAKEN = ("step", "state_dict", "load_state_dict", "add_param_group")
+TAKEN = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 # Other attributes that a scheduler or accelerate puts there, and one of torch's fused optimizers.
 NOTES = {"_step_count", "_opt_called", "_is_accelerate_prepared", "_need_device_dtype_check_for_fused"}
-_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | NOTES | {*_TAKEN}
+_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | NOTES | {*TAKEN}
 
 
 def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
@@ -213,7 +213,7 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
         again.state = defaultdict(dict)
         again.param_groups = made
         again._optimizer_step_pre_hooks, again._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        for name in [name for name, value in vars(again).items() if name in _TAKEN or is_refusal(value)]:
+        for name in [name for name, value in vars(again).items() if name in TAKEN or is_refusal(value)]:
             del again.__dict__[name]
     again.__dict__["add_param_group"] = _add_none
     return again

@@ -49,25 +49,19 @@ class JointOptimizer(torch.optim.Optimizer):
     # The base class keeps these two as attributes. Here they are read from the members, which may replace theirs.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The members' groups, one member after another: the same dicts."""
         return [group for each in self.optimizers for group in each.param_groups]
 
-    @param_groups.setter
-    def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        self._refuse_assigned("param_groups")
-
     @property
-    def state(self) -> defaultdict[Tensor, Any]:
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
         """The members' states by parameter: a new dict of their dicts."""
         return defaultdict(dict, {p: state for each in self.optimizers for p, state in each.state.items()})
 
-    @state.setter
-    def state(self, state: Mapping[Tensor, Any]) -> None:
-        self._refuse_assigned("state")
-
-    def _refuse_assigned(self, name: str) -> None:
-        if hasattr(self, "_zero_joined"):  # the base class assigns both before
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("param_groups", "state"):
+            super().__setattr__(name, value)
+        elif hasattr(self, "_zero_joined"):  # the base class assigns both before
             raise ValueError(f"a JointOptimizer has no {name} of its own: assign {name} of one of its `optimizers`")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

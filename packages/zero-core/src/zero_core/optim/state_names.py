@@ -29,9 +29,7 @@ _WAY_OUT = (
     'If step() handles each parameter separately, pass optimizer_contract="by itself" to zero_core.shard'
 )
 _FIXED = "so it cannot change now. Set it back. To train with another value, set it before zero_core.shard"
-RESET = (
-    'To reset all states, call optimizer.load_state_dict({**optimizer.full_state_dict(), "state": {}}) on every rank'
-)
+RESET = 'To reset states, call optimizer.load_state_dict({**optimizer.full_state_dict(), "state": {}}) on every rank'
 _ASSIGNED = {  # by what may be assigned in vain, how to do the same
     "param_groups": 'To change an option, write into a dict of it, as optimizer.param_groups[0]["lr"] = 0.1',
     "state": RESET,
