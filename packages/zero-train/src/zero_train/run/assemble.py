@@ -198,7 +198,7 @@ def _own(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Opti
 def _arguments(kind: Any) -> set[str]:
     """Returns the arguments that the class names. Those of a base class count if `**kwargs` leads to it.
 
-    Other options would end in `**kwargs`: pytorch_optimizer's classes take any, and read nothing of a misspelt one.
+    Other options would end in `**kwargs`: pytorch_optimizer's classes take a misspelt one, and do not read it.
     """
     names: set[str] = set()
     for each in getattr(kind, "__mro__", [kind]):
