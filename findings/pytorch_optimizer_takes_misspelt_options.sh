@@ -6,8 +6,8 @@
 # Found: of its own 110 classes that need no argument but the parameters, 109 take wieght_decay=0.5. 47 of them
 #     write it into param_groups and so into checkpoints, where it looks like an option that is used. Steps are those of
 #     the option's default. (Magma refuses it.)
-# What follows for users of this library: zero_train takes an option of optim.target only if the class, or a base class
-#     that its **kwargs lead to, names it.
+# What follows for users of this library: `optim.options` takes an option only if the class of `optim.target`, or a
+#     base class that its **kwargs lead to, names it.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
