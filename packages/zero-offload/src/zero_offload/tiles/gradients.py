@@ -156,7 +156,7 @@ class GradientStore:
                 f"new values for the gradient of {self._plan.units[i].spec.name} would be rounded to {self.dtype}: "
                 f"with accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element for gradients. Set "
                 f"zero_offload.plan(accumulate=2) or TieredStore(accumulate=2) for {GRADIENT_BYTES} bytes, or round "
-                f"the values first: values.to({self.dtype}). Nothing was written"
+                f"the values first: values.to({self.dtype}). The gradient is unchanged"
             )
 
     def _visit(self, i: int, start: int, stop: int, visit: Callable[[Tensor, int], object], *, changes: bool) -> None:
