@@ -1,9 +1,9 @@
-"""Every backend, with and without O_DIRECT, on one path and striped over several, through the shipped suites."""
+"""Every backend, with and without O_DIRECT, on one path and striped over several, through suites.py."""
 
 import pytest
 
 import zero_nvme
-from zero_nvme.testing import FileSuite, SlabSuite
+from tests.conformance.zero_nvme.suites import FileSuite, SlabSuite
 
 pytestmark = pytest.mark.promise("slab-protocol")
 

@@ -7,8 +7,8 @@ import pathlib
 import pytest
 
 import zero_nvme
+from tests.conformance.zero_nvme.suites import read, written
 from tests.integration.zero_nvme.faults import loop_device, small_zram
-from zero_nvme.testing.suites import read, written
 
 pytestmark = pytest.mark.promise("slab-device-errors")
 

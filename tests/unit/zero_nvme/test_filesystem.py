@@ -8,13 +8,13 @@ import types
 import pytest
 
 import zero_nvme
+from tests.conformance.zero_nvme.suites import read, written
 from tests.disks.places import BEGIN, END, PAGE, PLACES
 from tests.integration.zero_nvme.faults import run_python
 from zero_nvme import NvmeError, Slab, errors
 from zero_nvme.__main__ import main
 from zero_nvme.files import filesystem, named
 from zero_nvme.io import io_queue
-from zero_nvme.testing.suites import read, written
 from zero_nvme.tools import doctor
 
 pytestmark = pytest.mark.promise("slab-room")

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
+from tests.conformance.zero_nvme.suites import BLOCK, PAGE, random_bytes, read
 from tests.integration.zero_nvme.faults import start_python
 from zero_nvme import NvmeError, Slab, wait_all
 from zero_nvme.files.named import description_of, holder_of, names_in
-from zero_nvme.testing.suites import BLOCK, PAGE, random_bytes, read
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", ".."])
