@@ -46,9 +46,14 @@ def pair(make: Callable[[], Any], build: Callable[[Any], Any] = sgd, seed: int =
     return dense, build(dense.parameters()), model, zero_core.shard(model, build(model.parameters()), **options)
 
 
+def scaled(optimizer: Any, loss: Tensor) -> Tensor:
+    """The loss for backward: scaled, if the optimizer is a sharded one with a loss scale."""
+    return getattr(optimizer, "scale_loss", lambda loss: loss)(loss)
+
+
 def step(optimizer: Any, loss: Tensor) -> Tensor:
     """Backward, step and zero_grad. Returns the loss without its graph."""
-    loss.backward()
+    scaled(optimizer, loss).backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

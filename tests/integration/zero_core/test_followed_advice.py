@@ -226,7 +226,7 @@ def test_a_loss_that_overflows_in_fp16_is_trained_in_bf16():
         scale = zero_core.LossScale(1.0, fails_at_minimum=True) if dtype is torch.float16 else None
         net = model().to(dtype)
         optimizer = zero_core.shard(net, sgd(net), loss_scale=scale)
-        (net(X.to(dtype)).sum() * 1e6).backward()
+        optimizer.scale_loss(net(X.to(dtype)).sum() * 1e6).backward()
         told = "Lower the learning rate, look for the loss that is not finite, or train in bf16"
         with nullcontext() if scale is None else advised(told):
             optimizer.step()

@@ -334,7 +334,7 @@ def train(
                 backward(model, step, m, data(step * micro + m, rank))
             else:
                 one = loss(model, data(step * micro + m, rank))
-                one.backward()
+                optimizer.scale_loss(one).backward()
                 value += float(one.detach())
         optimizer.step()
         optimizer.zero_grad()
@@ -375,7 +375,7 @@ def beside(
 def backward_both(model: nn.Module, dense: nn.Module, step: int, loss: Any = loss_of) -> None:
     """On this rank's data; and on that of all ranks in turn, with the mean of their gradients."""
     rank, size = world()
-    loss(model, data(step, rank)).backward()
+    zero_core.handle(model).optimizer.scale_loss(loss(model, data(step, rank))).backward()
     for each in range(size):
         (loss(dense, data(step, each)) / size).backward()
 

@@ -143,7 +143,7 @@ def train(case: Case) -> Outcome:
                     part = {name: v.to(case.dtype) if v.is_floating_point() else v for name, v in part.items()}
                 with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
                     loss = model(**part).loss
-                (loss / case.accumulate).backward()
+                optimizer.scale_loss(loss / case.accumulate).backward()
                 losses.append(float(loss.detach()))
             if step == 0:
                 gradients = {

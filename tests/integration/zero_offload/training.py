@@ -106,7 +106,7 @@ def _train(case: Case) -> Outcome:
         for _ in range(case.accumulate):
             tokens = torch.randint(0, 50, (2, 12), generator=generator)
             loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
-            (loss / case.accumulate).backward()
+            optimizer.scale_loss(loss / case.accumulate).backward()
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()

@@ -141,7 +141,8 @@ def test_fp16_is_refused_without_a_loss_scale_and_skips_overflows_with_one():
         shard(net, torch.optim.SGD(net.parameters(), lr=0.1), ZeroConfig(param_dtype="fp16"))
     scale = zero_core.LossScale(2.0**4)
     run = shard(net, torch.optim.SGD(net.parameters(), lr=0.1), ZeroConfig(param_dtype="fp16"), loss_scale=scale)
-    net(torch.full((1, 4), 6e4, dtype=torch.float16)).sum().backward()  # times 16 is more than fp16 holds
+    loss = net(torch.full((1, 4), 6e4, dtype=torch.float16)).sum()
+    run.optimizer.scale_loss(loss).backward()  # times 16 is more than fp16 holds
     run.optimizer.step()
     assert (scale.value, run.optimizer.step_count) == (2.0**3, 0)
     run.close()

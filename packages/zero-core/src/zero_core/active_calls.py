@@ -101,7 +101,7 @@ def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
                 yield from tensors_of(getattr(value, name, None), depth - 1)
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor], objects: int = 0) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], objects: int = 5) -> Any:
     """Returns `value` with `change(tensor)` for every tensor in its dicts, tuples, lists and dataclasses.
 
     objects: how deep plain objects, such as a distribution, are given changed attributes.
@@ -143,7 +143,7 @@ def without_views(output: Any, memories: Container[int]) -> Any:
 
     if not any(map(is_view, tensors_of(output))):
         return output
-    return map_tensors(output, lambda tensor: tensor.clone() if is_view(tensor) else tensor, objects=5)
+    return map_tensors(output, lambda tensor: tensor.clone() if is_view(tensor) else tensor)
 
 
 def not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:

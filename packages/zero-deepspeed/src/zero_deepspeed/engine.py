@@ -96,18 +96,18 @@ class Engine(nn.Module):
         dtype = self.translation.autocast
         with contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             found = self.module(*inputs, **options)
-        if self._accumulate > 1 and torch.is_grad_enabled():
+        if (self._accumulate > 1 or self.translation.loss_scale_options) and torch.is_grad_enabled():
             for value in tree_leaves(found):
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     value.register_hook(self._refuse_foreign)
         return found
 
     def _refuse_foreign(self, gradient: Tensor) -> None:
-        """Refuses loss.backward(), which does not divide by the micro-batches of a step as DeepSpeed does."""
+        """Refuses loss.backward(), which neither divides by the micro-batches of a step nor scales for fp16."""
         if not self._in_backward:
             raise ConfigError(
-                f"loss.backward() was called with gradient_accumulation_steps={self._accumulate}: call "
-                f"engine.backward(loss), which divides the loss by {self._accumulate}"
+                f"loss.backward() neither divides the loss by gradient_accumulation_steps={self._accumulate} nor "
+                "scales it for fp16: call engine.backward(loss)"
             )
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -121,7 +121,7 @@ class Engine(nn.Module):
         self._in_backward = True
         try:
             with zero_core.no_sync(self.module) if only_adds else contextlib.nullcontext():
-                loss.backward(retain_graph=retain_graph)
+                self.optimizer.scale_loss(loss).backward(retain_graph=retain_graph)
         finally:
             self._in_backward = False
         return loss

@@ -217,7 +217,7 @@ class Accelerator(AcceleratorCheckpoints):
 def _check_precision(precision: str) -> None:
     if precision == "fp16":
         raise ConfigError(
-            "mixed_precision='fp16' scales the loss with torch's GradScaler, which cannot read sharded gradients: use "
+            "mixed_precision='fp16' was never tried with a sharded model, as accelerate has it on a GPU only: use "
             "mixed_precision='bf16'"
         )
     if precision == "fp8":

@@ -172,8 +172,8 @@ def _refuse(
     """Raises ConfigError for arguments of `shard` that do not go together."""
     if config.param_dtype == "fp16" and options.get("loss_scale") is None:
         raise ConfigError(
-            'param_dtype: fp16 without a loss scale loses small gradients: pass loss_scale="dynamic" to zero_hf.shard. '
-            "Trainers and Accelerators scale no loss: write bf16"
+            'param_dtype: fp16 without a loss scale loses small gradients: pass loss_scale="dynamic" to zero_hf.shard, '
+            "and call run.optimizer.scale_loss(loss).backward(). Trainers and Accelerators scale no loss: write bf16"
         )
     if config.durable is not None and optimizer is not None and slab_name is None:
         raise ConfigError(

@@ -138,7 +138,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     units: module classes whose instances are units; None: the blocks of the model, see model/unit_plan.py.
     param_dtype: of parameters and compute, while the fp32 masters are in the store; None: as they are.
     reduce_dtype: of gradients between ranks and to the store; None: the parameters'.
-    loss_scale: "dynamic", a number, a LossScale, or None.
+    loss_scale: "dynamic", a number, a LossScale, or None. With one, call `optimizer.scale_loss(loss).backward()`.
     max_grad_norm: gradients are clipped to this norm of all of them, exactly; None: they are not.
     resident_bytes: stage 3 keeps that much unsharded between uses.
     prefetch_bytes: how much is gathered ahead, or stays at the end of a forward for its backward; 0: nothing.

@@ -1,6 +1,6 @@
-"""Scales the loss for fp16: multiplies gradients as they enter the model's outputs, and adapts the factor.
+"""Scales the loss for fp16: multiplies the gradient where a backward begins, and adapts the factor.
 
-Owns the scale and the wrapping of outputs. Not here: skipping a step (in optim/optimizer.py).
+Owns the scale, and knows whether a backward of a scaled loss runs. Not here: skipping a step (in optim/optimizer.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..active_calls import map_tensors
 from ..errors import GradientError
 
 
@@ -45,6 +44,7 @@ class LossScale:
         self.value, self.minimum = float(self.value), float(self.minimum)
         self._start = 0 if self.first_window is None else self.window - self.first_window
         self.finite_steps, self._left = self._start, self.hysteresis
+        self.running = 0  # backwards of scaled losses, one inside another
 
     @classmethod
     def of(cls, wanted: float | str | LossScale | None) -> LossScale | None:
@@ -56,6 +56,10 @@ class LossScale:
         if isinstance(wanted, str):
             raise ValueError(f'loss_scale={wanted!r}: it is a number, "dynamic", or None')
         return cls(wanted, dynamic=False)
+
+    def end(self) -> None:
+        """Counts the end of a backward of a scaled loss."""
+        self.running -= 1
 
     def overflowed(self) -> None:
         """Counts a step whose gradients were not finite, and halves the scale after `hysteresis` of them.
@@ -96,22 +100,17 @@ class LossScale:
         self._left = min(self.hysteresis, int(state.get("hysteresis_left", self.hysteresis)))  # older states have none
 
 
-class _Scale(torch.autograd.Function):
+class Scaled(torch.autograd.Function):
     """The identity; its gradient is multiplied by the scale as it is when backward runs."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, scale: LossScale) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, scale: LossScale) -> Tensor:
         ctx.scale = scale
-        return values.view_as(values)
+        return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * ctx.scale.value, None
-
-
-def scale_gradients(output: Any, scale: LossScale) -> Any:
-    """Returns `output` with every differentiable tensor behind an identity that scales gradients.
-
-    The tensors inside are not changed: a loss made from the logits must not have its gradient scaled twice.
-    """
-    return map_tensors(output, lambda tensor: _Scale.apply(tensor, scale) if tensor.requires_grad else tensor)
+        scale: LossScale = ctx.scale
+        scale.running += 1
+        torch.autograd.Variable._execution_engine.queue_callback(scale.end)
+        return gradients[0] * scale.value, None

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..active_calls import Calls, hook_outputs, in_backward, mended, outside_transforms, without_views
-from ..errors import CollectiveError, ZeroError
+from ..errors import CollectiveError, GradientError, ZeroError
 from ..gradients.gradient_access import GradientAccess
-from ..gradients.loss_scaling import LossScale, scale_gradients
+from ..gradients.loss_scaling import LossScale
 from ..gradients.reducer import Reducer
 from ..unit_memory.residency_policy import Copies, Uses
 from ..unit_memory.stacked_parameter import Stacks
@@ -104,7 +104,7 @@ class Engine:
 
     @mended
     def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns other outputs for a scaled loss, or where views of parameters would leave a module, else nothing."""
+        """Returns other outputs where views of parameters would leave a module, else nothing."""
         if in_backward():
             visit = None if self._backward is None else self._backward.inside.end(node)
             if visit is not None and torch.is_grad_enabled():
@@ -128,14 +128,14 @@ class Engine:
         self.orders.keep(node.index, current)
         self._leave_pass()
         self.uses.let_all_go(turning=current.grad)
-        if self.loss_scale is not None and current.grad:
-            return scale_gradients(output, self.loss_scale)
         return None if output is given else output
 
     def _begin_pass(self, node: Node) -> Pass:
         self.mend("forward")
         self.calls.begin("forward")
         self.abandon_backward()
+        if self.loss_scale is not None:
+            self.loss_scale.running = 0  # a backward may have raised
         self.uses.let_all_go()  # units that stayed for a backward that did not come
         if node.module is self.model:
             self.attachment.check()
@@ -223,6 +223,13 @@ class Engine:
         visits = self._stack
         if in_backward():
             visits = visits + self._ensure_backward().around
+        if self.loss_scale is not None and not self.loss_scale.running:
+            raise GradientError(
+                f"the loss of this backward is not scaled. It reached the parameter {unit.layout.slots[k].name!r} of "
+                f"{type(self.model).__name__}, which was sharded with loss_scale=. Call "
+                "optimizer.scale_loss(loss).backward(). If this loss shall not train the model, call "
+                "model.requires_grad_(False) before the forward"
+            )
         unit.gradient.given() if any(unit.index in visit.units for visit in visits) else unit.gradient.collect(k)
 
     @mended
@@ -245,16 +252,11 @@ class Engine:
             backward.abandon()
             self.uses.let_all_go()
 
-    def note_external_use(self, unit: Unit) -> Callable[[Tensor], Tensor]:
+    def note_external_use(self, unit: Unit) -> None:
         """Inside a forward, notes that the unit's gradient is not complete when its module's visits are closed. Outside
-        of any it may be late. Returns a function for the gradient to pass through, see `parameter_home.Home`."""
-        if self._pass is not None:
-            if unit.index not in self._pass.external and unit.trainable:
-                self._pass.external.append(unit.index)
-        elif self.loss_scale is not None:  # this gradient will not pass the root's outputs
-            scale = self.loss_scale
-            return lambda gradient: gradient * scale.value
-        return lambda gradient: gradient
+        of any it may be late."""
+        if self._pass is not None and unit.index not in self._pass.external and unit.trainable:
+            self._pass.external.append(unit.index)
 
     # -- around a step -----------------------------------------------------------------------------------------------
 

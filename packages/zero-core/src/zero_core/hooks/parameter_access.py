@@ -64,8 +64,8 @@ class Place(Home):
     def versions(self, parameter: Tensor) -> list[Version]:
         return [self.unit.versions[self.index]]
 
-    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        return self.engine.note_external_use(self.unit)
+    def note_external_use(self, parameter: Tensor) -> None:
+        self.engine.note_external_use(self.unit)
 
     def held_gradient(self, parameter: Tensor) -> Place | None:
         return self if self.is_of(parameter) and self.unit.gradient.holds(self.index) else None
@@ -128,10 +128,8 @@ class Place(Home):
     def refuse(self, operation: str) -> str | None:
         """Why `operation` is refused for this gradient, and the call to use instead. None: it is not."""
         engine = self.engine
-        if "unscale" in operation:  # torch.amp.GradScaler
-            if engine.loss_scale is not None:
-                return "loss_scale=, given to zero_core.shard, scales the loss already. Leave the GradScaler out"
-            return 'a GradScaler cannot unscale shards. Leave it out, and pass loss_scale="dynamic" to zero_core.shard'
+        if "unscale" in operation and engine.loss_scale is not None:  # torch.amp.GradScaler
+            return "loss_scale=, given to zero_core.shard, scales the loss already. Leave the GradScaler out"
         if operation.rpartition(".")[2].endswith("zero_"):
             return "its shards are freed, not zeroed. Call optimizer.zero_grad() instead"
         if engine.reducer.updates:

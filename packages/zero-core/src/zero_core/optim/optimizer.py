@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..active_calls import in_backward, mended
 from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
+from ..gradients.loss_scaling import Scaled
 from ..hooks.engine import Engine
 from ..unit_memory.unit_gradient import Leftover
 from .backward_updates import UpdatesInBackward
@@ -84,6 +85,16 @@ class ShardedOptimizer(Optimizer):
             self._options.refuse_assigned(name)
         super().__setattr__(name, value)
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the values of `loss`, of any shape. Their backward multiplies gradients by the loss scale.
+
+        Without `loss_scale=` it returns `loss` itself. step(), p.grad and full_gradient divide the parameters'
+        gradients again. Other gradients, as that of an input, stay multiplied. With `loss_scale=`, the backward of a
+        loss that was not scaled raises GradientError.
+        """
+        scale = self.engine.loss_scale
+        return loss if scale is None else Scaled.apply(loss, scale)
+
     @_not_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the user's optimizer on every parameter that any rank used since the last step. Consumes gradients.
@@ -143,7 +154,7 @@ class ShardedOptimizer(Optimizer):
             raise GradientError(
                 f"the gradient norm is {norm} at step {self.step_count + 1}; nothing was updated and the gradients are "
                 "discarded. Look for the loss that is not finite. With parameters in fp16, give zero_core.shard "
-                'loss_scale="dynamic"'
+                'loss_scale="dynamic", and call optimizer.scale_loss(loss).backward()'
             )
         inverse = 1.0
         if scale is not None:

@@ -85,6 +85,11 @@ class HeldGradient(Tensor):
                 if not isinstance(g, HeldGradient):
                     g.mul_(factor)
             return args[0] if isinstance(args[0], Tensor) else None
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:  # of torch.amp.GradScaler
+            norm, (gradients, found_inf, inverse_scale) = torch.linalg.vector_norm, args
+            if not math.isfinite(norm(torch.stack([norm(g) for g in gradients]))):
+                found_inf.fill_(1.0)
+            return torch._foreach_mul_(gradients, inverse_scale)
         if func in _ONE_BY_ONE and len(args) == 2 and not isinstance(args[1], (list, tuple)):
             for gradient in args[0]:  # a copy of one of them at a time
                 _ONE_BY_ONE[func](gradient, args[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -37,9 +37,9 @@ class Home(Protocol):
     def versions(self, parameter: Tensor) -> Sequence[Version]:
         """The versions that change with the parameter's values."""
 
-    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        """The parameter takes part in a graph outside its unit; returns a function for its gradient to pass through."""
-        return lambda gradient: gradient
+    def note_external_use(self, parameter: Tensor) -> None:
+        """The parameter takes part in a graph outside its unit."""
+        return None
 
     def refuse_hook(self, parameter: Tensor) -> None:
         """A hook is about to be put on the parameter. Raises GradientError where it would see no gradient."""

@@ -33,13 +33,13 @@ class _Gather(torch.autograd.Function):
     """Full values of a sharded parameter for one call; the gradient goes back to the parameter as it is."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, arriving: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.arriving = arriving
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        home_of(parameter).note_external_use(parameter)
         return values_for_graphs(parameter)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.arriving(gradients[0]), None
+        return gradients[0]
 
 
 class Sharded(nn.Parameter):
@@ -110,7 +110,7 @@ def _full(parameter: Sharded) -> Tensor:
         if not torch.is_grad_enabled():
             return home_of(parameter).full_copy(parameter)
         if parameter.requires_grad:
-            return _Gather.apply(parameter, home_of(parameter).note_external_use(parameter))
+            return _Gather.apply(parameter)
         return values_for_graphs(parameter)
 
 

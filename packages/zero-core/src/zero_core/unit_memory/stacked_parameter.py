@@ -172,8 +172,9 @@ class Stacked(Home):
     def versions(self, parameter: Tensor) -> list[Version]:
         return [unit.versions[k] for unit, k in self.parts]
 
-    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        return [place.note_external_use(parameter) for place in self.places][0]
+    def note_external_use(self, parameter: Tensor) -> None:
+        for place in self.places:
+            place.note_external_use(parameter)
 
     def held_gradient(self, parameter: Tensor) -> Stacked | None:
         return self if any(unit.gradient.holds(k) for unit, k in self.parts) else None

@@ -38,7 +38,7 @@ from .training_arguments import deepspeed_of, without_deepspeed
 from .trl import ShardedTRL, is_trl, shard_of, synced_generation
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-_GRADED = "torch's GradScaler cannot read sharded gradients. Train with bf16=True, or load the model in bfloat16"
+_UNTRIED = "fp16 was never tried with a sharded Trainer. Train with bf16=True, or load the model in bfloat16"
 T = TypeVar("T", bound=type[Any])
 
 
@@ -306,7 +306,7 @@ def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
         ),
         (args.fsdp, "fsdp=", f"FSDP shards the model itself. Leave it out; {others}"),
         (args.parallelism_config, "parallelism_config=", "all ranks are data parallel. Leave it out"),
-        (args.fp16 or precision == "fp16", "fp16=True", _GRADED),
+        (args.fp16 or precision == "fp16", "fp16=True", _UNTRIED),
         (precision == "fp8", "mixed_precision=fp8", "use bf16=True"),
         (args.fp16_full_eval, "fp16_full_eval=True", whole),
         (args.bf16_full_eval, "bf16_full_eval=True", whole),

@@ -68,7 +68,7 @@ class Head:
         """The model's head, if it is a plain linear layer that opens units of its own; else None."""
         head = getattr(model, "get_output_embeddings", lambda: None)()
         units = next((node.units for node in engine.nodes if node.module is head), None)
-        if type(head) is not nn.Linear or units is None or engine.loss_scale is not None or "forward" in head.__dict__:
+        if type(head) is not nn.Linear or units is None or "forward" in head.__dict__:
             return None
         return Head(engine, model, head, units, (rows, tokens))
 

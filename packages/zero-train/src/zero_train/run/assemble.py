@@ -131,7 +131,7 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
             return None  # it runs on the device, as its own class does
         if config.optim.kind == "own":
             text = str(error).replace('say shard(optimizer_contract="by itself")', 'set optim.contract="by itself"')
-            text = planning.keyed(text.replace("no store=", "offload=none"), config)
+            text = planning.keyed(text.replace("without store=", "with offload=none"), config)
             raise ConfigError(f"optim.target={config.optim.target}: {text}") from error
         raise ConfigError(
             f"optim={config.optim.kind} with precision.states={config.precision.states} cannot run on the CPU: "

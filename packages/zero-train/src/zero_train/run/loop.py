@@ -141,7 +141,7 @@ class Loop:
             with self._meter.phase("forward"):
                 loss = loss_of(model, tokens, targets)
             with self._meter.phase("backward"):
-                (loss / run.accumulate).backward()
+                self._engine.optimizer.scale_loss(loss / run.accumulate).backward()
         return loss.detach()
 
     def _validate(self, number: int, told: Any) -> int:

@@ -116,7 +116,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             micro_batch=1 if checks.packs(config) else _sequences(config),
             rows=offload.rows,
             tokens_at_once=offload.tokens,
-            whole_logits=config.task.kind != "pretrain" or config.precision.loss_scale is not None,
+            whole_logits=config.task.kind != "pretrain",
             no_sync=holds_back(config),
             host_bytes=offload.host_bytes,
             durable=config.run.durable is not None,
