@@ -41,6 +41,20 @@ def test_forward_and_gradients_equal_the_linear(out_splits: int, in_splits: int,
             torch.testing.assert_close(tile.bias.grad, linear.bias.grad[low:high], rtol=1e-12, atol=1e-12)
 
 
+def test_tiling_draws_no_random_numbers_and_keeps_hooks_and_replaced_forwards() -> None:
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64)), []
+    handle = model[0].register_forward_hook(lambda module, args, output: seen.append(type(module)))
+    model[1].forward = lambda x: nn.functional.linear(x, model[1].weight)
+    before = torch.get_rng_state()
+    assert tile_linear(model, 100) == ("0",)
+    assert torch.equal(torch.get_rng_state(), before)
+    model(torch.ones(2, 16))
+    handle.remove()
+    model(torch.ones(2, 16))
+    assert seen == [TiledLinear]
+
+
 def test_fresh_tiles_are_initialised_as_the_whole_layer() -> None:
     torch.manual_seed(1)
     tiled = TiledLinear(1024, 256, out_splits=4, in_splits=8)

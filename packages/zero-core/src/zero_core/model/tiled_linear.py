@@ -69,15 +69,17 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, out_splits: int = 1, in_splits: int = 1) -> TiledLinear:
-        """Returns the same layer in tiles, with its values. The tiles of a deferred layer are deferred too."""
+        """Returns the layer in tiles, with its values and hooks. The tiles of a deferred layer are deferred too."""
         if linear.weight.is_meta:
             with continue_recording(linear):
                 return cls.from_linear(linear, out_splits=out_splits, in_splits=in_splits)
         weight, bias = linear.weight, linear.bias
-        tiled = cls(
-            linear.in_features, linear.out_features, bias is not None,
-            out_splits=out_splits, in_splits=in_splits, device=weight.device, dtype=weight.dtype,
-        )  # fmt: skip
+        with torch.random.fork_rng([weight.device] if weight.is_cuda else []):  # first values, which are not used
+            tiled = cls(
+                linear.in_features, linear.out_features, bias is not None,
+                out_splits=out_splits, in_splits=in_splits, device=weight.device, dtype=weight.dtype,
+            )  # fmt: skip
+        tiled.__dict__.update((key, hooks) for key, hooks in linear.__dict__.items() if "_hooks" in key)
         with torch.no_grad():
             for tile, (low, high), (start, stop) in tiled.placed():
                 tile.weight.requires_grad_(weight.requires_grad).copy_(as_made(linear, weight)[low:high, start:stop])
@@ -109,15 +111,15 @@ def tile_linear(model: nn.Module, threshold: int) -> tuple[str, ...]:
     """Replaces, in place, every `nn.Linear` whose weight has more than `threshold` elements; returns their names.
 
     Rows are split, so that a tile has at most `threshold` elements where one row does. Call it before the optimizer is
-    made. A layer whose weight is tied to another's, or that is a subclass of `nn.Linear`, is left whole: `ZeroError`
-    only if the model itself is such a layer, which cannot be replaced in place.
+    made. A layer whose weight is tied to another's, that is a subclass of `nn.Linear`, or whose `forward` was replaced
+    is left whole: `ZeroError` only if the model itself is such a layer, which cannot be replaced in place.
     """
     if threshold < 1:
         raise ValueError(f"threshold={threshold} elements must be at least 1")
     if isinstance(model, nn.Linear):
         raise ZeroError("tile_linear() cannot replace model itself: use TiledLinear.from_linear(model, out_splits=...)")
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    linears: Any = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+    linears: Any = ((name, m) for name, m in model.named_modules() if type(m) is nn.Linear and "forward" not in vars(m))
     chosen = [(n, m) for n, m in linears if m.weight.numel() > threshold and uses[id(m.weight)] == 1]
     for name, linear in chosen:
         parent, _, attribute = name.rpartition(".")
