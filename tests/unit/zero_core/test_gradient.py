@@ -53,7 +53,7 @@ def drive(world: World, calls: tuple[str, ...]) -> None:
     fakes: Any = world
     parameters = [nn.Parameter(torch.empty(slot.shape, dtype=world.dtype)) for slot in world.layout.slots]
     unit: Any = SimpleNamespace(
-        index=0, layout=world.layout, ranks=fakes, store=fakes, pool=world.pool, observer=NullObserver()
+        index=0, layout=world.layout, ranks=fakes, store=fakes, pool=world.pool, observer=NullObserver(), may_give=True
     )
     gradient = UnitGradient(unit, parameters, [0, 0], world.dtype)
     current: list[float] | None = None  # what each parameter has of this backward, of earlier ones, and in the store
@@ -98,7 +98,7 @@ def drive(world: World, calls: tuple[str, ...]) -> None:
             stored = list(ZEROS)
         assert gradient.state is state, calls
         assert (gradient.current is None) == (current is None), calls
-        pooled = gradient.current is not None and gradient.current is not world.memory
+        pooled = gradient.current is not None and gradient.current.values is not world.memory
         assert world.pool.lent == pooled + (gradient.kept is not None), calls
         assert gradient.kept is not None or kept == list(ZEROS), calls
     for slot, expected in zip(world.layout.slots, stored, strict=True):

@@ -211,7 +211,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         if device is not None:
             move_buffers(model, where)
         later = any(ranks.anywhere([store.updates_later], "what shard() was given"))
-        context = UnitContext(ranks, store, pool, observer or NullObserver(), later)
+        gives = scale is None and not update_in_backward
+        context = UnitContext(ranks, store, pool, observer or NullObserver(), later, gives)
         followers = [*overlaps.followers, *earlier.followers()]
         made = Maker(model, optimizer, plans, followers, param_dtype, reduce_dtype, context, earlier)
         made.compare(stage, max_grad_norm)

@@ -76,7 +76,7 @@ class Rehearsal:
         """Most bytes of the rank's pool."""
         sizes, pool = tuple(self.sizes), Pool(torch.device("meta"))
         ranks, store = _Ranks(self, pool), _Store(self, sizes)
-        context: Any = SimpleNamespace(ranks=ranks, store=store, pool=pool, observer=NullObserver())
+        context: Any = SimpleNamespace(ranks=ranks, store=store, pool=pool, observer=NullObserver(), may_give=True)
         units: Any = [_Unit(index, size, self, context) for index, size in enumerate(sizes)]
         row, ahead, stays = STAGES[self.stage], self.prefetch_bytes, self.resident_bytes
         uses = Uses(units, context, keeps=row.keeps_parameters, prefetch_bytes=ahead, resident_bytes=stays)

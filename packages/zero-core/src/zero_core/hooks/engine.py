@@ -56,8 +56,6 @@ class Engine:
         self._pass: Pass | None = None
         self.live: deque[Pass] = deque(maxlen=16)  # those with a graph, for recomputations that no output announced
         self._backward: Backward | None = None
-        for unit in self.units:
-            unit.gradient.may_give = not reducer.updates and loss_scale is None
         self.calls = Calls(type(model).__name__)
         self._fast_paths = FastPaths(self.units, uses, self.calls, self.mend)
         self.commits = Commits(context.store, several=self.ranks.size > 1) if context.store.durable else None

@@ -21,6 +21,7 @@ perhaps on this rank only, and is reduced at the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, Flag
 from typing import Any
 
@@ -49,6 +50,14 @@ class Leftover(Enum):
     UPDATED = "updated"  # until step(), by an update in backward
 
 
+@dataclass(frozen=True)
+class Arriving:
+    """The gradient of one backward. values: (numel,) reduce dtype, in memory of the pool or the store."""
+
+    values: Tensor
+    filled: set[int]  # the parameters whose gradients it has
+
+
 class UnitGradient:
     """The flat gradient of one unit's parameters, in the reduce dtype; by the parameters' numbers in the unit."""
 
@@ -66,12 +75,11 @@ class UnitGradient:
         self.in_store = Version()  # of the gradient in the store
         self.lost = False  # a backward since the last step raised, and its gradients of this unit are gone
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
-        self.current: Tensor | None = None  # (numel,) reduce dtype: this backward's, the pool's memory or the store's
-        self.filled: set[int] = set()  # which parameters `current` has
+        self.current: Arriving | None = None  # this backward's
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
         self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
         self._edges = unit.layout.edges()
-        self.may_give = True  # visits may leave `.grad`: no loss is scaled, and no update made in backward
+        self.may_give = unit.may_give
 
     def collect(self, k: int) -> None:
         """Move parameter k's `.grad` into the unit's flat gradient."""
@@ -87,10 +95,11 @@ class UnitGradient:
                 f"{slot.name} has a gradient of layout {gradient.layout}, and shards are dense: build the module with "
                 "sparse=False (nn.Embedding, nn.EmbeddingBag)"
             )
-        into = self.begun()[slot.offset : slot.stop].view(slot.shape)
+        current = self.begun()
+        into = current.values[slot.offset : slot.stop].view(slot.shape)
         with torch.no_grad():  # backward(create_graph=True) runs with gradients enabled
-            into.add_(gradient) if k in self.filled else into.copy_(gradient)
-        self.filled.add(k)
+            into.add_(gradient) if k in current.filled else into.copy_(gradient)
+        current.filled.add(k)
         self.used[k] = True
         self.graphs[k] |= gradient.requires_grad
         self.versions[k].wrote()
@@ -127,21 +136,19 @@ class UnitGradient:
         lent = self.store.gradient_buffer(self.index) if self.ranks.size == 1 else None
         return self.pool.take(self.layout.numel, self.dtype) if lent is None else lent
 
-    def begun(self) -> Tensor:
-        """Returns the flat gradient of this backward, with memory."""
-        if self.current is None:
-            self.current, self.filled = self._memory(), set()
+    def begun(self) -> Arriving:
+        """Returns the gradient of this backward, with memory."""
+        self.current = self.current or Arriving(self._memory(), set())
         return self.current
 
     def _complete(self) -> Tensor:
         """Takes `current`, with zeros where nothing arrived: unused parameters, frozen ones, padding."""
-        whole = self.begun()
+        current, self.current = self.begun(), None
         for k, (slot, edge) in enumerate(zip(self.layout.slots, self._edges, strict=True)):
-            start = slot.stop if k in self.filled else slot.offset
+            start = slot.stop if k in current.filled else slot.offset
             if start < edge:
-                whole[start:edge].zero_()
-        self.current = None
-        return whole
+                current.values[start:edge].zero_()
+        return current.values
 
     def holds(self, k: int) -> bool:
         """Whether parameter k may have a gradient, on this rank or another."""
@@ -197,7 +204,6 @@ class UnitGradient:
         lost = bool(self._left(forget=True)) or self.lost or self.arrived or any(self.used) or self.current is not None
         self.current = self.kept = None
         self.state = GradientState.NONE
-        self.filled.clear()
         self._clear_flags()
         self.lost = lost
 
@@ -267,8 +273,8 @@ class UnitGradient:
     def drop_current(self) -> None:
         """Forget this backward's gradient."""
         if self.current is not None:
-            self.lost |= bool(self.filled)
-            self.pool.give_if_lent(self.current)
+            self.lost |= bool(self.current.filled)
+            self.pool.give_if_lent(self.current.values)
             self.current = None
 
     def reduce(self) -> Reduction:

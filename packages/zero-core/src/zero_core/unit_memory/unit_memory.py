@@ -117,6 +117,7 @@ class UnitContext:
     pool: Pool
     observer: Observer
     updates_later: bool = False  # on any rank, a unit's parameters may have to be waited for after a step
+    may_give: bool = True  # visits may leave `p.grad`: no loss is scaled, and no update made in backward
 
 
 class Secondary:
@@ -154,6 +155,7 @@ class UnitMemory:
         self.index, self.layout, self.name, self.dtype = index, layout, layout.name, dtype
         self.context = context
         self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
+        self.may_give = context.may_give
         self.residency = Residency.SHARDED
         self._memory: Tensor | None = None  # lent by the pool; None: of the storage, or of the store
         self._arrival: Arrival | None = None  # of the store's copy under way
