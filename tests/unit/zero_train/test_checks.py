@@ -95,6 +95,7 @@ MISTAKES = [  # words, parts of the message, and words that it advises
     ("run.durable=always", "run.durable=always"),
     ("task=sft model=llama", "name one with model.path=FOLDER", "task=sft model.path=x"),
     ("task=sft model.path=x precision=fp16", "set precision=bf16 or precision=fp32", "task=sft model.path=x"),
+    ("task=sft model.path=x precision.loss_scale=8", "precision.loss_scale=null", "task=sft model.path=x"),
     (
         "task=sft model.path=x adapter=lora adapter.merge=true run.export=false",
         "set run.export=true",

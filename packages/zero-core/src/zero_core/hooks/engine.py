@@ -221,7 +221,7 @@ class Engine:
         visits = self._stack
         if in_backward():
             visits = visits + self._ensure_backward().around
-        if self.loss_scale is not None and not self.loss_scale.running:
+        if self.loss_scale is not None and not self.loss_scale.running and unit.groups[k] is not None:
             raise GradientError(
                 f"the loss of this backward is not scaled. It reached the parameter {unit.layout.slots[k].name!r} of "
                 f"{type(self.model).__name__}, which was sharded with loss_scale=. Call "

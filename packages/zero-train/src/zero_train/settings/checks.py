@@ -169,8 +169,8 @@ def _tuning(config: Config) -> Refusals:
         "adapter.merge=true merges what run.export=true writes; set run.export=true",
     )
     yield (
-        config.precision.parameters == "fp16",
-        f"task={task.kind} has no loss scaling; set precision=bf16 or precision=fp32",
+        config.precision.parameters == "fp16" or config.precision.loss_scale is not None,
+        f"task={task.kind} has no loss scaling; set precision=bf16 or precision=fp32, with precision.loss_scale=null",
     )
 
 
