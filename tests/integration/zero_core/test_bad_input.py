@@ -610,17 +610,45 @@ def test_a_rank_that_waits_alone_says_in_which_call(ranks):
 
 
 @pytest.mark.promise("ranks-give-differently")
-@pytest.mark.parametrize("what", ["blocks", "group", "stage", "norm"])
+@pytest.mark.parametrize("what", ["blocks", "group", "stage", "norm", "scale"])
 @kit.on_ranks(2)
 def test_ranks_that_shard_different_things_are_told_before_they_cross(what):
     rank = kit.world()[0]
     torch.manual_seed(0)
     model = toys.Stack(blocks=3 + rank if what == "blocks" else 3)
     parameters = list(model.parameters())[: -1 if what == "group" and rank else None]
-    options = {"stage": 2 + rank} if what == "stage" else {"max_grad_norm": 1.0 + rank} if what == "norm" else {}
+    differing = {"stage": {"stage": 2}, "norm": {"max_grad_norm": 1.0}, "scale": {"loss_scale": 8.0}}
+    options = {name: value + rank for name, value in differing.get(what, {}).items()}
     told = rf"^the ranks gave shard\(\) different things: on rank {rank} a model of .* all 2 must give the same$"
     with pytest.raises(ZeroError, match=told):
         zero_core.shard(model, toys.sgd(parameters), **options)
+
+
+@pytest.mark.promise("ranks-give-differently")
+@pytest.mark.advice("average the metric over the ranks, by torch.distributed.all_reduce")
+@pytest.mark.parametrize(("stage", "what"), [(2, "rate"), (3, "rate"), (3, "tensor"), (3, "norm")])
+@kit.on_ranks(2)
+def test_ranks_that_step_with_different_options_are_told_and_go_on_with_the_same(stage, what):
+    """Fails if each rank updates its slice at a rate that follows from its own loss, or clips to a norm of its own."""
+    rank, rate = kit.world()[0], torch.tensor(0.1) if what == "tensor" else 0.1
+    dense, plain, model, optimizer = kit.pair(toys.Stack, partial(torch.optim.AdamW, lr=rate), stage=stage)
+    metric = torch.tensor(1.0 + rank)
+    if what == "norm":
+        optimizer.max_grad_norm = float(metric)
+    else:
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        schedule.step(1.5)
+        schedule.step(metric)
+    for each in (dense, model):
+        toys.loss_of(each, toys.data(0, 0)).backward()
+    with pytest.raises(UnsupportedOptimizerError, match=rf"^the 2 ranks step with different options \(rank {rank}: m"):
+        optimizer.step()
+    dist.all_reduce(metric)
+    optimizer.max_grad_norm = None if metric == 3.0 else 1.0 + rank
+    for each in (plain, optimizer):
+        each.param_groups[0]["lr"] = 0.1
+        each.step()
+    kit.assert_same(model, dense)
 
 
 @pytest.mark.promise("steps-in-gathered")

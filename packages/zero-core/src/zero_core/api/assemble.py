@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..device import has_streams, indexed
 from ..errors import StoreError, ZeroError, listed, noted
+from ..gradients.loss_scaling import LossScale
 from ..hooks.attach_hooks import Node
 from ..layout import UnitLayout, owners
 from ..model.aliases import Follower
@@ -119,18 +120,18 @@ class Maker:
                     found[id(plan.parameters[called])] = composite
         return found
 
-    def compare(self, stage: int, max_grad_norm: float | None) -> None:
+    def compare(self, stage: int, max_grad_norm: float | None, scale: LossScale | None) -> None:
         """Raises if ranks were given different models or options: collectives of two sizes end a process with gloo."""
         units = [(u.name, u.groups, [(s.name, s.shape) for s in u.layout.slots], u.dtype) for u in self.units]
-        kind, options = kind_of(self.optimizer), (stage, max_grad_norm, self.reduce_dtype)
+        kind, options = kind_of(self.optimizer), (stage, max_grad_norm, scale, self.reduce_dtype)
         if not self.ranks.agree(zlib.crc32(repr((units, kind, options)).encode()), "what shard() was given"):
             shapes = [s.shape for u in self.units for s in u.layout.slots]
             raise ZeroError(
                 f"the ranks gave shard() different things: on rank {self.ranks.rank} a model of {len(shapes)} "
                 f"parameters, {sum(map(math.prod, shapes)):,} elements, in {len(units)} units, {kind} with "
                 f"{[len(group['params']) for group in self.optimizer.param_groups]} parameters in its groups, stage="
-                f"{stage}, max_grad_norm={max_grad_norm}, {self.reduce_dtype} gradients; compare the other ranks' "
-                f"lines: all {self.ranks.size} must give the same"
+                f"{stage}, max_grad_norm={max_grad_norm}, loss_scale={scale}, {self.reduce_dtype} gradients; compare "
+                f"the other ranks' lines: all {self.ranks.size} must give the same"
             )
 
     def attach_store(self, initialiser: Initialiser, handover: Handover, row: StageRow, prefetch_bytes: int) -> None:

@@ -215,7 +215,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         context = UnitContext(ranks, store, pool, observer or NullObserver(), later, gives)
         followers = [*overlaps.followers, *earlier.followers()]
         made = Maker(model, optimizer, plans, followers, param_dtype, reduce_dtype, context, earlier)
-        made.compare(stage, max_grad_norm)
+        made.compare(stage, max_grad_norm, scale)
         updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
         keeps, ahead, stays = row.keeps_parameters, prefetch_bytes, resident_bytes
         uses = Uses(made.units, context, keeps=keeps, prefetch_bytes=ahead, resident_bytes=stays)

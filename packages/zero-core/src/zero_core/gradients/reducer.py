@@ -8,13 +8,14 @@ gradient is complete (in hooks/backward_pass.py). The store owns gradients and t
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from ..errors import ChangedParameterError, CollectiveError, GradientError
+from ..errors import ChangedParameterError, CollectiveError, GradientError, UnsupportedOptimizerError
 from ..tensors.version_counters import Stamp
 from ..unit_memory.residency_policy import StageRow
 from ..unit_memory.unit import Unit
@@ -43,6 +44,7 @@ class Reducer:
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
         self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
         self.updating = False  # an update has begun and not ended
+        self.options = ""  # with which this rank steps
         self._squared: tuple[Stamp, Tensor] | None = None  # of the store's gradients, as they were then
 
     @contextmanager
@@ -200,7 +202,7 @@ class Reducer:
     def _told(self, squared: Tensor) -> tuple[float, list[bool]]:
         """The sum of this rank's `squared` over all ranks, and for each unit whether any rank has a late gradient.
 
-        With it travel the used-parameter masks, and digests of the collectives called and of values written.
+        With it travel the used-parameter masks, and digests of the collectives called, values written and options.
         """
         ranks, writes = self.ranks, self.writes
         unseen = writes.unseen_count()
@@ -214,7 +216,7 @@ class Reducer:
             total, count = torch.stack([squared, unseen]).tolist()
             self._refuse_unseen(count)
             return total, []
-        digests = [float(ranks.digest), float(writes.digest)]
+        digests = [float(ranks.digest), float(writes.digest), float(zlib.crc32(self.options.encode()) >> 12)]
         late = [float(unit.gradient.late) for unit in self.units]
         used = [float(flag) for unit in self.units for flag in unit.gradient.used]
         squares = [digest * digest for digest in digests]
@@ -224,14 +226,14 @@ class Reducer:
         if unseen is not None:
             mine[1] = unseen
         total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
-        called, written, called_squares, written_squares = total[4:8]
-        if called_squares * ranks.size != called * called:
+        called, written, other = (s * ranks.size != t * t for t, s in zip(total[4:7], total[7:10], strict=True))
+        if called:
             raise CollectiveError(
                 f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
                 f"(digest on rank {ranks.rank}: {ranks.digest}): some rank used a parameter outside its unit, or ran "
                 "another number of forwards. Nothing was updated; forwards inside zero_core.gathered may differ"
             )
-        if written_squares * ranks.size != written * written:
+        if written:
             names = ", ".join(writes.digests) or "nothing"
             raise ChangedParameterError(
                 f"the {ranks.size} ranks wrote different values since the last step (rank {ranks.rank} wrote into "
@@ -239,10 +241,16 @@ class Reducer:
                 f"its slice, so the result would mix these values. {self._undone}Write the same on every rank, or "
                 "inside zero_core.gathered, which keeps what rank 0 wrote"
             )
+        if other:
+            raise UnsupportedOptimizerError(
+                f"the {ranks.size} ranks step with different options (rank {ranks.rank}: {self.options:.300}): each "
+                f"rank updates only its slice, so the result would mix them. {self._undone}Set the same on every rank. "
+                "For ReduceLROnPlateau, average the metric over the ranks, by torch.distributed.all_reduce"
+            )
         self._refuse_unseen(total[1])
         self._refuse_zeros(total[2])
         self._refuse_lost(lost, total[3])
-        flags = iter(total[8:])
+        flags = iter(total[10:])
         anywhere = [next(flags) > 0 for _ in late]
         for unit in self.units:
             unit.gradient.used = [next(flags) > 0 for _ in unit.gradient.used]

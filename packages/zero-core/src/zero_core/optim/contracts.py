@@ -167,6 +167,18 @@ def frozen(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupStep]:
     return [GroupStep(tree_map_only(Tensor, torch.clone, options_of(group))) for group in param_groups]
 
 
+def described(param_groups: Iterable[Mapping[str, Any]], max_grad_norm: float | None) -> str:
+    """The groups' current numbers and texts, which ranks compare. To look into a tensor may wait for the device."""
+    found = [f"max_grad_norm={max_grad_norm}"]
+    for group in param_groups:
+        numbers = (
+            (key, value.tolist() if isinstance(value, Tensor) and value.device.type == "cpu" else value)
+            for key, value in options_of(group).items()
+        )
+        found.append(", ".join(f"{k}={v}" for k, v in numbers if isinstance(v, (int, float, str, Sequence))))
+    return "; ".join(found)
+
+
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the attributes that the optimizer's class added to those of every torch.optim.Optimizer."""
     added = ((key, value) for key, value in vars(optimizer).items() if key not in _BASE_ATTRIBUTES)

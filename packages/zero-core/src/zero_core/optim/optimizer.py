@@ -21,7 +21,7 @@ from ..gradients.loss_scaling import Scaled
 from ..hooks.engine import Engine
 from ..unit_memory.unit_gradient import Leftover
 from .backward_updates import UpdatesInBackward
-from .contracts import NOTES, frozen, is_together
+from .contracts import NOTES, described, frozen, is_together
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .joint import joined_states, kind_of, members_of
 from .single_parameter import Double
@@ -123,6 +123,8 @@ class ShardedOptimizer(Optimizer):
             if engine.commits is not None:
                 engine.commits.begin_step()
             engine.reducer.refuse_stepped()
+            if engine.ranks.shard.size > 1:
+                engine.reducer.options = described(self.param_groups, self.max_grad_norm)
             engine.reducer.reduce_kept()
             if self._updates is not None:
                 self.grad_norm = engine.reducer.norm(self._updates.squared)
