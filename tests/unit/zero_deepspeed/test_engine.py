@@ -170,6 +170,23 @@ def test_a_checkpoint_begins_a_step_whatever_was_pending(tmp_path):
     second.destroy()
 
 
+@pytest.mark.promise("ds-damaged")
+@pytest.mark.advice("move the files of one of them into another folder")
+def test_a_folder_with_deepspeeds_files_and_ours_is_refused(tmp_path):
+    """Fails if a run that goes on in DeepSpeed's folder reads what DeepSpeed had saved at a later step there."""
+    engine = made()
+    train(engine, batches(2))
+    theirs = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"")
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"global_step1 has two checkpoints, DeepSpeed's .*: move the files of"):
+        engine.load_checkpoint(tmp_path)
+    theirs.rename(tmp_path / theirs.name)
+    assert engine.load_checkpoint(tmp_path) == (str(theirs.parent), {})
+    engine.destroy()
+
+
 def test_data_is_loaded_in_parts_of_the_micro_batch():
     data = TensorDataset(torch.arange(8.0))
     engine, _, loader, _ = deepspeed.initialize(model=net(), config=settings(), training_data=data)

@@ -298,7 +298,13 @@ class Engine(nn.Module):
         whole = load_optimizer_states and not load_module_only
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
         given = (folder, self.module, self.optimizer if whole else None)
-        if any(folder.glob("*_model_states.pt")):  # DeepSpeed wrote it
+        of_deepspeed = any(folder.glob("*_model_states.pt"))
+        if of_deepspeed and (folder / ".metadata").is_file():
+            raise CheckpointError(
+                f"{folder} has two checkpoints, DeepSpeed's (*_states.pt) and this library's (.metadata, *.distcp): "
+                "move the files of one of them into another folder"
+            )
+        if of_deepspeed:
             theirs = load_checkpoint(*given, scheduler=scheduler, strict=load_module_strict)
             counters, state = {name: getattr(theirs, name) for name in _COUNTERS}, theirs.client_state
         else:
