@@ -82,6 +82,22 @@ def test_a_mixture_is_the_same_on_other_ranks_and_after_a_resume_and_its_loss_is
     assert losses(tmp_path / "more") == pytest.approx(losses(tmp_path / "one")[4:], rel=1e-5)
 
 
+@pytest.mark.promise("other-ranks")
+def test_a_run_that_is_named_goes_on_with_the_rates_and_options_of_its_command(model, tmp_path):
+    """At a rate of 0 both runs save the same. Fails if one goes on with the rate, or the decay, that it saved."""
+    ends = []
+    for decay in ("0", "5"):
+        data = chats(tmp_path / "chats.jsonl")
+        words = [*USUAL, f"model.path={model}", f"data.path={data}", "optim.warmup_steps=0"]
+        before = ["run.steps=4", "optim.lr=0", f"optim.weight_decay={decay}", f"run.dir={tmp_path / decay}"]
+        assert main([*words, *before]) == 0
+        more = ["run.steps=8", "optim.weight_decay=5", f"run.dir={tmp_path / decay}_more"]
+        assert main([*words, *more, f"run.resume={tmp_path / decay}"]) == 0
+        lines = map(json.loads, (tmp_path / f"{decay}_more" / "metrics.jsonl").read_text().splitlines())
+        ends.append([(line["loss"], line["learning_rate"]) for line in lines])
+    assert ends[0] == ends[1] and ends[0][-1][1] == pytest.approx(1e-3)  # optim.final_fraction=0.1 of optim.lr
+
+
 @pytest.mark.promise("validation-best")
 def test_the_best_checkpoint_is_kept_and_exported_and_an_early_end_is_remembered(model, tmp_path, capsys, monkeypatch):
     """Losses are made up, and the second is the lowest: fails if the last weights are exported, or a run goes on."""

@@ -131,3 +131,24 @@ def test_a_run_that_is_named_goes_on_with_the_batch_of_its_command(tmp_path, cap
     assert len(more.losses) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "run.accumulate=1 (was 2), run.global_batch=2 (was 4)" in said
+
+
+def test_a_run_that_is_named_goes_on_with_the_optimizer_of_its_command(tmp_path):
+    """At a rate of 0 two runs save the same values and moments: fails if one goes on with the decay that it saved."""
+    ends = []
+    for decay in ("0.1", "5"):
+        options = ("offload=none", "run.steps=1", "run.checkpoint_every=1", "optim.lr=0", f"optim.weight_decay={decay}")
+        done = trained(tmp_path / decay, *RUN, *options)
+        more = ("offload=none", "run.steps=3", "optim.lr=0.01", "optim.weight_decay=5", f"run.resume={done.folder}")
+        ends.append(trained(tmp_path / f"{decay}_more", *RUN, *more).digest)
+    assert ends[0] == ends[1]
+
+
+def validated(folder, *overrides):
+    return trained(folder, *RUN, "run.evaluate_every=1", "run.steps=1", "offload=none", *overrides).validation
+
+
+def test_a_validation_loss_is_of_the_same_batches_on_any_number_of_ranks(ranks, tmp_path):
+    """Four of them. Fails if three ranks take three or six."""
+    one, three = (ranks(size).run(validated, tmp_path / str(size), "run.evaluate_batches=4")[0] for size in (1, 3))
+    assert one[0][1] == pytest.approx(three[0][1], rel=1e-6)

@@ -147,26 +147,23 @@ class Loop:
     def _validate(self, number: int, told: Any) -> int:
         """Takes the validation loss after step `number`. Returns the signal that ended it early, or 0."""
         run, ranks, model = self._config.run, self._ranks, self._engine.model
-        rounds = max(1, (run.evaluate_batches or 0) // ranks.world_size)
-        total, signal = 0.0, 0
+        batches, total, signal = run.evaluate_batches or 1, 0.0, 0
         model.eval()
-        for turn in range(rounds):
+        for first in range(0, batches, ranks.world_size):
+            index = first + ranks.rank
             tokens, targets = self._corpus.validation_batch(
-                turn * ranks.world_size + ranks.rank,
-                rounds * ranks.world_size,
-                run.micro_batch,
-                self._config.data.sequence_length,
+                min(index, batches - 1), batches, run.micro_batch, self._config.data.sequence_length
             )
             rows = self._engine.rows or len(tokens)  # units do not cut a batch where nothing is kept for backward
             with torch.no_grad():
                 for part, wanted in zip(tokens.split(rows), targets.split(rows), strict=True):
                     loss = loss_of(model, sent(part, ranks.device), sent(wanted, ranks.device)).item()
-                    total += loss * (len(part) / len(tokens))
+                    total += loss * (len(part) / len(tokens)) * (index < batches)
             if signal := ranks.most(self._interrupt.signal):
                 break
         model.train()
         if not signal:
-            mean = ranks.mean(total / rounds)
+            mean = ranks.sum(total) / batches
             self.history.validation.append((number, mean))
             told.validation(number, mean, f"nats/{self._corpus.unit}")
         return signal

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -282,7 +284,7 @@ def load(found: Checkpoint, engine: Assembled, config: Config, ranks: Ranks, tex
     """
     from zero_core import checkpoint
 
-    with told(f"run.resume: cannot load {found.folder}: ", ZeroError, OSError):
+    with told(f"run.resume: cannot load {found.folder}: ", ZeroError, OSError), own_options(engine.optimizer, config):
         loaded = checkpoint.load(found.folder, engine.model, engine.optimizer)
     said = []
     before = loaded.extra.get("text", text) if isinstance(loaded.extra, dict) else text
@@ -297,6 +299,18 @@ def load(found: Checkpoint, engine: Assembled, config: Config, ranks: Ranks, tex
     if unknown and loaded.world_size not in (None, ranks.world_size):  # an older version saved it
         said.append(f"the saved run had {loaded.world_size} ranks, this one has {ranks.world_size}: so has its batch")
     return said
+
+
+@contextmanager
+def own_options(optimizer: Any, config: Config) -> Iterator[None]:
+    """Inside, a checkpoint is loaded. Options of the optimizer that `config` sets stay; from the checkpoint come those
+    in which a class of optim.target keeps values of its own."""
+    given, whole = {"lr", "initial_lr", "weight_decay", *config.optim.options}, config.optim.kind != "own"
+    groups = optimizer.param_groups
+    own = [{k: v for k, v in group.items() if k in given or (whole and k != "params")} for group in groups]
+    yield
+    for group, mine in zip(groups, own, strict=True):
+        group.update(mine)
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:

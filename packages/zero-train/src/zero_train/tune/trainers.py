@@ -19,7 +19,7 @@ import torch
 from zero_train.data import rows
 from zero_train.errors import ConfigError, told
 from zero_train.model import folders, pretrained
-from zero_train.run import assemble
+from zero_train.run import assemble, resume
 from zero_train.run.loop import share
 from zero_train.schema import Config
 from zero_train.settings import extras, placement
@@ -148,6 +148,14 @@ class _OfRun(_Base):
             optimizer, lambda done: share(config.optim, done + 1, config.run.steps)
         )
         return self.lr_scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        config, rates = self.of.run.config, self.lr_scheduler.base_lrs
+        with resume.own_options(self.optimizer, config):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        self.lr_scheduler.base_lrs = rates  # the checkpoint's, with run.resume=FOLDER, may be others
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * share(config.optim, self.lr_scheduler.last_epoch + 1, config.run.steps)
 
     def compute_loss(self, *given: Any, **more: Any) -> Any:
         with self.of.phase("forward"):
