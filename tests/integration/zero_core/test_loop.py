@@ -193,6 +193,11 @@ def test_hybrid_sharding_on_a_mesh_of_two_dimensions(stage):
     assert zero_core.units(model)[0].layout.shard_count == 2
     with pytest.raises(zero_core.ZeroError, match="mesh of 2 ranks in a world of 4: it must hold every rank"):
         kit.sharded(toys.Stack, mesh=mesh["shard"], stage=stage)
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [[3, 1], [0, 2]])
+    with pytest.raises(zero_core.ZeroError, match=r"^mesh \[\[3, 1\], \[0, 2\]\]: .* sort each row$"):
+        kit.sharded(toys.Stack, mesh=mesh, stage=stage)
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [[1, 3], [0, 2]])
+    toys.train(functools.partial(toys.Stack, 2), stage=stage, mesh=mesh)
 
 
 def listening(prefetch_bytes, updates_later=True):

@@ -138,6 +138,12 @@ class Ranks:
             shard, replicate = (axes[0], ALONE) if sharded else (ALONE, axes[0])
         elif len(axes) == 2 and sharded:
             replicate, shard = axes
+            place = mesh.mesh.argsort(1).argsort(1)
+            if (place != place[0]).any():
+                raise StageError(
+                    f"mesh {mesh.mesh.tolist()}: torch sorts the ranks of a process group, so that columns would "
+                    "average gradients of different shards: sort each row"
+                )
         else:
             raise StageError(
                 f"mesh of {mesh.ndim} dimensions {tuple(mesh.mesh.shape)}: give one dimension, or two "
