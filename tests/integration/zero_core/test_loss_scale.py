@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
-from zero_core.errors import GradientError
+from zero_core.errors import GradientError, ZeroError
 
 pytestmark = pytest.mark.promise("loss-scale")
 
@@ -107,6 +107,18 @@ def test_a_loss_that_was_not_scaled_is_refused_also_after_a_backward_that_raised
         optimizer.zero_grad()
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
     assert optimizer.step_count == 1
+
+
+@pytest.mark.advice("a LossScale of its own")
+def test_a_loss_scale_belongs_to_one_model_and_stays_with_it_in_a_second_stage():
+    scale = zero_core.LossScale(64.0)
+    model, _ = kit.sharded(Parts, toys.sgd, loss_scale=scale)
+    with pytest.raises(
+        ZeroError, match="LossScale is used with a Parts, whose step.*Give the Stack a LossScale of its own"
+    ):
+        kit.sharded(toys.Stack, toys.sgd, loss_scale=scale)
+    kit.sharded(toys.Stack, toys.sgd, loss_scale=zero_core.LossScale(64.0))
+    kit.step(zero_core.shard(model, toys.sgd(model.parameters()), loss_scale=scale), recurrent(model, toys.data(0, 0)))
 
 
 def test_a_model_that_another_ones_loss_passes_through_is_frozen_for_it():

@@ -178,7 +178,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     optimizer = torch.optim.SGD([{"params": []}]) if optimizer is None else joined(optimizer)
     check_given(model, optimizer, stage, param_dtype, max_grad_norm)
     check_group(mesh)
-    scale = LossScale.of(loss_scale)
+    scale = LossScale.of(loss_scale, model)
     if update_in_backward:
         check_update_in_backward(stage, max_grad_norm, scale, find_unused_parameters)
     row = STAGES[stage]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..errors import GradientError
+from ..errors import GradientError, ZeroError
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,17 +47,29 @@ class LossScale:
         self._start = 0 if self.first_window is None else self.window - self.first_window
         self.finite_steps, self._left = self._start, self.hysteresis
         self.running = 0  # backwards of scaled losses, one inside another
+        self.scaled_model: Callable[[], nn.Module | None] = lambda: None
 
     @classmethod
-    def of(cls, wanted: float | str | LossScale | None) -> LossScale | None:
-        """Returns the scale for an argument of `shard`: None, "dynamic", a number (constant), or a LossScale."""
-        if wanted is None or isinstance(wanted, LossScale):
-            return wanted
-        if wanted == "dynamic":
-            return cls()
+    def of(cls, wanted: float | str | LossScale | None, model: nn.Module) -> LossScale | None:
+        """Returns the scale of the model's loss for an argument of `shard`: None, "dynamic", a number, or a LossScale.
+
+        Raises ZeroError for a LossScale of another model: a step of one would change it between the other's backward
+        and step.
+        """
+        if wanted is None:
+            return None
         if isinstance(wanted, str):
-            raise ValueError(f'loss_scale={wanted!r}: it is a number, "dynamic", or None')
-        return cls(wanted, dynamic=False)
+            if wanted != "dynamic":
+                raise ValueError(f'loss_scale={wanted!r}: it is a number, "dynamic", or None')
+            wanted = cls()
+        scale = wanted if isinstance(wanted, LossScale) else cls(wanted, dynamic=False)
+        if (other := scale.scaled_model()) not in (None, model):
+            raise ZeroError(
+                f"the LossScale is used with a {type(other).__name__}, whose step() changes it. "
+                f"Give the {type(model).__name__} a LossScale of its own"
+            )
+        scale.scaled_model = weakref.ref(model)
+        return scale
 
     def end(self) -> None:
         """Counts the end of a backward of a scaled loss."""

@@ -44,7 +44,6 @@ class Reducer:
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
         self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
         self.updating = False  # an update has begun and not ended
-        self.options = ""  # with which this rank steps
         self._squared: tuple[Stamp, Tensor] | None = None  # of the store's gradients, as they were then
 
     @contextmanager
@@ -177,16 +176,16 @@ class Reducer:
 
     # -- facts that ranks exchange before a step ---------------------------------------------------------------------
 
-    def norm(self, squared: Callable[[], Tensor]) -> float:
-        """The global gradient norm, from `squared`, this rank's sum of squares. Reduces late gradients first.
-        Collective."""
+    def norm(self, squared: Callable[[], Tensor], options: str = "") -> float:
+        """The global gradient norm, from `squared`, this rank's sum of squares. Reduces late gradients first. Raises
+        UnsupportedOptimizerError where `options`, with which this rank will step, differ between ranks. Collective."""
         with self._observer.span("norm", ""):
-            total, late = self._told(squared())
+            total, late = self._told(squared(), options)
         if any(late):
             units = [unit for unit, flag in zip(self.units, late, strict=True) if flag]
             self.reduce_kept(units, late=units)
             with self._observer.span("norm", ""):
-                total, _ = self._told(squared())
+                total, _ = self._told(squared(), options)
         return math.sqrt(total)
 
     def refuse_stepped(self) -> None:
@@ -199,7 +198,7 @@ class Reducer:
                     "them, and a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
                 )
 
-    def _told(self, squared: Tensor) -> tuple[float, list[bool]]:
+    def _told(self, squared: Tensor, options: str) -> tuple[float, list[bool]]:
         """The sum of this rank's `squared` over all ranks, and for each unit whether any rank has a late gradient.
 
         With it travel the used-parameter masks, and digests of the collectives called, values written and options.
@@ -216,7 +215,7 @@ class Reducer:
             total, count = torch.stack([squared, unseen]).tolist()
             self._refuse_unseen(count)
             return total, []
-        digests = [float(ranks.digest), float(writes.digest), float(zlib.crc32(self.options.encode()) >> 12)]
+        digests = [float(ranks.digest), float(writes.digest), float(zlib.crc32(options.encode()) >> 12)]
         late = [float(unit.gradient.late) for unit in self.units]
         used = [float(flag) for unit in self.units for flag in unit.gradient.used]
         squares = [digest * digest for digest in digests]
@@ -243,7 +242,7 @@ class Reducer:
             )
         if other:
             raise UnsupportedOptimizerError(
-                f"the {ranks.size} ranks step with different options (rank {ranks.rank}: {self.options:.300}): each "
+                f"the {ranks.size} ranks step with different options (rank {ranks.rank}: {options:.300}): each "
                 f"rank updates only its slice, so the result would mix them. {self._undone}Set the same on every rank. "
                 "For ReduceLROnPlateau, average the metric over the ranks, by torch.distributed.all_reduce"
             )

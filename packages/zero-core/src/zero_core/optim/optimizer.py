@@ -123,16 +123,15 @@ class ShardedOptimizer(Optimizer):
             if engine.commits is not None:
                 engine.commits.begin_step()
             engine.reducer.refuse_stepped()
-            if engine.ranks.shard.size > 1:
-                engine.reducer.options = described(self.param_groups, self.max_grad_norm)
+            options = described(self.param_groups, self.max_grad_norm) if engine.ranks.shard.size > 1 else ""
             engine.reducer.reduce_kept()
             if self._updates is not None:
-                self.grad_norm = engine.reducer.norm(self._updates.squared)
+                self.grad_norm = engine.reducer.norm(self._updates.squared, options)
                 self._updates.finish()
                 self._count()
                 return
             factor = engine.gradients.take_factor()
-            self.grad_norm = abs(factor) * engine.reducer.norm(engine.reducer.norm_squared)
+            self.grad_norm = abs(factor) * engine.reducer.norm(engine.reducer.norm_squared, options)
             if (scale := self._coefficient(self.grad_norm)) is not None:
                 with engine.reducer.update_under_way():
                     self._update(scale * factor)
