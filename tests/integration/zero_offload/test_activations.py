@@ -246,8 +246,8 @@ def test_blocks_that_share_a_parameter_follow_together():
     ("policy", "message"),
     [
         ("disk", "'disk' is not an activation policy; policies are keep, recompute, host, nvme"),
-        ({"layer.*": "host"}, "no unit matches 'layer.\\*'. Name one of: embedding, layers.0"),
-        (["keep"], "1 policies for 6.*: give a policy per unit, or one str"),
+        ({"layer.*": "host"}, "no unit matches 'layer.\\*' of policy=. Name one of: embedding, layers.0"),
+        (["keep"], "policy= lists 1 policies for 6.*: give a policy per unit. Or one for all"),
         ({"layers.*": "away"}, "'away' is not an activation policy"),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_policy_that_cannot_be_is_refused(policy, message):
 
 def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
     model, store, optimizer = build()
-    with pytest.raises(ActivationError, match=r"is None.*: pass the TieredStore\(nvme=...\) of the model"):
+    with pytest.raises(ActivationError, match=r"is None.*: pass the model's TieredStore\(nvme=...\) as"):
         offload_activations(model, None, "nvme")
     offload_activations(model, store, "nvme").close()
     model.layers[1].gradient_checkpointing = True
@@ -285,7 +285,7 @@ def test_an_input_is_changed_out_of_place():
 
     with pytest.raises(
         RuntimeError,
-        match="input of module layers.0 was .*: change a copy, or give the unit of layers.0 the policy 'keep'",
+        match="input of module layers.0 was .*: change a copy of the input. Or give the unit of layers.0 the policy",
     ):
         run(lambda x: x.add_(1))
     run(lambda x: x.add(1))

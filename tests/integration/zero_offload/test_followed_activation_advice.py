@@ -110,7 +110,7 @@ def marked() -> dict[str, Tensor]:
 )
 def test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows(message, how, options):
     told = (
-        r".* (?:else )?give the unit of layers.0 the policy 'keep' \(policy={'layers.0': 'keep', ...}\), or leave rows="
+        r".* (?:Else )?give the unit of layers.0 the policy 'keep' \(policy={'layers.0': 'keep', ...}\). Or leave rows="
     )
     refused(f"module layers.0 {message}{told}", how, **options)
     works({"layers.0": "keep", "layers.1": "recompute"}, how, rows=2, **options)
@@ -143,7 +143,7 @@ def test_a_dataclass_is_cut_once_torch_knows_it():
     def adds(block, y, bag):
         return y + bag.bias
 
-    refused(r"If class Bag is a dataclass, call torch.export.register_dataclass\(Bag\); else give", adds, given)
+    refused(r"If class Bag is a dataclass, call torch.export.register_dataclass\(Bag\). Else give", adds, given)
     torch.export.register_dataclass(Bag)
     works("recompute", adds, given, rows=2)
 
@@ -157,7 +157,7 @@ def test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared():
 
     bias = torch.randn(BATCH, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2))
     case = {"how": attends, "given": lambda: {"bias": bias}}
-    refused(r"If an argument must be whole, name it in shared=\[...\]", **case)
+    refused(r"If an argument must not be cut, name it in shared=\[...\]", **case)
     works("recompute", rows=2, shared=["bias"], **case)
 
 
@@ -205,7 +205,7 @@ def test_nvme_has_room_for_fewer_tokens_or_fewer_units(all_are_set_aside):
             gradients(model, {}, zero_core.full_gradient, batch)
         optimizer.close()
 
-    advice = 'take fewer tokens a micro-batch, or give some units the policy "recompute"'
+    advice = 'Take fewer tokens a micro-batch. Or give some units the policy "recompute"'
     with pytest.raises(BudgetError, match=f"no room on nvme for .*{advice}"):
         train("nvme", many)
     train("nvme", few)
@@ -258,7 +258,7 @@ def test_a_cache_is_not_used_or_the_units_keep_their_activations(kind, rows):
 
     for given in ({"use_cache": True}, {}):
         model.config.use_cache = True
-        with pytest.raises(ActivationError, match=r"train with use_cache=False \(model.config.use_cache = False\), or"):
+        with pytest.raises(ActivationError, match=r"train with use_cache=False \(model.config.use_cache = False\). Or"):
             follow(**given)
     follow(use_cache=False)
     follow("keep")
@@ -323,6 +323,6 @@ def test_the_input_of_a_head_is_changed_out_of_place_or_rows_are_left_out():
         optimizer.close()
         return found
 
-    with pytest.raises(RuntimeError, match="module head was .*: change a copy, or leave rows="):
+    with pytest.raises(RuntimeError, match="module head was .*: change a copy of the input. Or leave rows="):
         logits(lambda hidden: hidden.mul_(2), 2)
     assert torch.equal(logits(lambda hidden: hidden.mul(2), 2), logits(lambda hidden: hidden.mul_(2), None))

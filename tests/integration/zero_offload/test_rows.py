@@ -271,7 +271,9 @@ def test_logits_can_be_read_and_are_refused_once_a_step_has_changed_the_head():
         best, copied = used.argmax(-1), copied.clone()
         optimizer.step()
         assert torch.allclose(read.detach(), expected, atol=1e-6)
-        told = r"a step or a write has changed the head.*use the logits, or take logits.clone\(\), before step"
+        told = (
+            r"a step or a write has changed the head.*use the logits before step\(\). Or take logits.clone\(\) before"
+        )
         with pytest.raises(ActivationError, match=told):
             unread.argmax(-1)
         assert torch.equal(used.argmax(-1), best) and torch.equal(copied.argmax(-1), best)

@@ -63,8 +63,8 @@ class Hidden(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "named", "message"),
     [
-        ("gate", (), "unit layers.0 is of class Hidden, and rows= does not know whether the rows of a batch depend"),
-        ("loss", (), "set row_modules=.'layers.[*]'.; else give the unit of layers.0 the policy 'keep'"),
+        ("gate", (), "unit layers.0 is of class Hidden, and rows= does not know whether rows of a batch depend"),
+        ("loss", (), "set row_modules=.'layers.[*]'.. Else give the unit of layers.0 the policy 'keep'"),
         ("loss", ("layers.0",), "2 rows at once and 1 at a time give gradients of its inputs with a relative"),
     ],
 )
@@ -152,7 +152,7 @@ def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared
     plain = Toy().eval()
     expected = plain(toy_batch(5), bias=bias)
     model, optimizer, offloaded = toy_sharded(rows=2)
-    told = r"dimension of 'bias', also 5.* is the batch: name the arguments that all rows share.*\[...\]"
+    told = r"dimension of 'bias', also 5.* is the batch. If so, pass shared=\[\] to .* pass shared=\['bias'\]"
     with pytest.raises(ActivationError, match=told):
         model.eval()(toy_batch(5), bias=bias)
     offloaded.close()

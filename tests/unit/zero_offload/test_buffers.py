@@ -157,14 +157,14 @@ def large(monkeypatch):
     monkeypatch.setattr(buffers_of_units, "SMALL_BYTES", 0)
 
 
-@pytest.mark.advice("write into the {} after backward")
+@pytest.mark.advice("change the {} after backward")
 def test_a_write_between_forward_and_backward_is_refused(large):
     model, optimizer = kit.sharded(Model("plain"))
     with offload_activations(model):
         model(batches()[0]).sum().backward()
         loss = model(batches()[1]).sum()
         model.layers[1].scale += 1
-        with pytest.raises(ActivationError, match="unit layers.1 repeats .* its buffer 'scale' was written in between"):
+        with pytest.raises(ActivationError, match="unit layers.1 repeats .* its buffer 'scale' was changed between"):
             loss.backward()
         model(batches()[1]).sum().backward()
         model.layers[1].scale += 1  # after backward, as the error says
@@ -206,7 +206,7 @@ def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
         optimizer.close()
 
 
-@pytest.mark.advice("make {} a buffer, write outside of the unit")
+@pytest.mark.advice("make {} a buffer. Or write outside of the unit")
 @pytest.mark.promise("activations-advice")
 def test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or_the_unit_keeps():
     """What the error of the test before this one says. Fails if gradients or parameters differ from plain torch's."""

@@ -77,11 +77,13 @@ def _of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: Tie
     elif isinstance(policy, Mapping):
         for pattern in policy:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ActivationError(f"no unit matches {pattern!r}. Name one of: {', '.join(names)}")
+                raise ActivationError(f"no unit matches {pattern!r} of policy=. Name one of: {', '.join(names)}")
         found = {name: next((p for k, p in policy.items() if fnmatchcase(name, k)), "keep") for name in names}
     else:
         if len(policy) != len(names):
-            raise ActivationError(f"{len(policy)} policies for {len(names)} units: give a policy per unit, or one str")
+            raise ActivationError(
+                f"policy= lists {len(policy)} policies for {len(names)} units: give a policy per unit. Or one for all"
+            )
         found = dict(zip(names, policy, strict=True))
     for chosen in {policy} if isinstance(policy, str) else set(found.values()):
         if chosen not in known:
@@ -105,8 +107,8 @@ def spills_of(
                 spills[policy] = STAYS
         elif store is None or policy not in store.stores:
             raise ActivationError(
-                f"the policy {policy!r} uses the nvme= of a TieredStore, and the store= of offload_activations "
-                f"{'is None' if store is None else 'has no nvme='}: pass the TieredStore(nvme=...) of the model there"
+                f"the policy {policy!r} writes to the nvme= of a TieredStore, and store= of offload_activations "
+                f"{'is None' if store is None else 'has no nvme='}: pass the model's TieredStore(nvme=...) as store="
             )
         elif store.streams is None:
             spills[policy] = StoredSpill(store.stores[policy], **sizes)

@@ -67,8 +67,7 @@ class Buffers:
             if place not in before.copies:
                 raise ActivationError(
                     f"unit {self._unit} wrote into its {self._name(place)} in forward, but not in its first call in "
-                    "this mode (train or eval). To compute the unit again for backward needs the old value, which was "
-                    f"not kept: {keep(self._unit)}"
+                    f"this mode (train or eval), so the old value was not saved for backward: {keep(self._unit)}"
                 )
         self._seen.add(self._module.training)
         found.update(self._found(before))
@@ -84,8 +83,8 @@ class Buffers:
         for place, (value, version) in found.items():
             if _version(value) != version:
                 raise ActivationError(
-                    f"unit {self._unit} repeats its forward in backward, and its {self._name(place)} was written "
-                    f"in between: write into the {self._name(place)} after backward, or {keep(self._unit)}"
+                    f"unit {self._unit} repeats its forward in backward, and its {self._name(place)} was changed "
+                    f"between the two: change the {self._name(place)} after backward. Or {keep(self._unit)}"
                 )
         again = {k: _copied(v) if k in self._written or _is_small(v) else v for k, (v, _) in found.items()}
         try:
@@ -103,8 +102,8 @@ class Buffers:
             rounding = 8 * torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
             if not change <= rounding:
                 raise ActivationError(
-                    f"unit {self._unit} writes into its parameter {name!r} in forward, and its recomputation wrote "
-                    f"again: make {name!r} a buffer, write outside of the unit, or {keep(self._unit)}"
+                    f"unit {self._unit} writes into its parameter {name!r} in forward. Backward repeats the forward, "
+                    f"which wrote again: make {name!r} a buffer. Or write outside of the unit. Or {keep(self._unit)}"
                 )
 
     @contextmanager
@@ -128,8 +127,8 @@ class Buffers:
             self._put(before.values)
         for place in sorted(written):
             raise ActivationError(
-                f"module {self._unit} writes into its {self._name(place)} in forward; with {option}= it would "
-                f"write once per part of a {'row' if option == 'tokens' else 'batch'}: {way_out(option, self._unit)}"
+                f"module {self._unit} writes into its {self._name(place)} in forward, and {option}= would repeat the "
+                f"write for each part of a {'row' if option == 'tokens' else 'batch'}: {way_out(option, self._unit)}"
             )
         kept = before.values
         changes.update(

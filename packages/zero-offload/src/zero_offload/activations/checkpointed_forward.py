@@ -117,8 +117,8 @@ class Activations(ExitStack):
                 cut = find_cut(name, leaves, names, by_rows.rows, by_rows.shared)
             if cut is not None and unknown:
                 raise ActivationError(
-                    f"unit {name} {unknown}, and rows= does not know whether the rows of a batch depend on each other "
-                    f"there: if not, set row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]; else {way_out('rows', name)}"
+                    f"unit {name} {unknown}, and rows= does not know whether rows of a batch depend on each other. If "
+                    f"they do not, set row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]. Else {way_out('rows', name)}"
                 )
             return recomputed.call(args, kwargs, leaves, structure, cut, pack)
 
@@ -168,7 +168,7 @@ class ByTokens:
                 raise ActivationError(
                     f"tokens={self._tokens} has no effect in unit {unit} of class {type(module).__name__}: none of its "
                     "modules is known to act on each token separately. If a module does, such as an MLP, name it with "
-                    f"token_modules=['*.mlp']; else {keep(unit)}, or leave tokens= out"
+                    f"token_modules=['*.mlp']. Else {keep(unit)}. Or leave tokens= out"
                 )
             with self._of_rows(length):
                 return run(*args, **kwargs)
@@ -229,8 +229,8 @@ def _row_length(unit: str, leaves: Sequence[Any]) -> int:
     lead = _hidden(leaves)
     if lead is not None and lead.dim() > 3:
         raise ActivationError(
-            f"unit {unit} is given hidden states of shape {tuple(lead.shape)}, where tokens= needs (rows, tokens, "
-            f"width): {keep(unit)}, or leave tokens= out"
+            f"unit {unit} is given hidden states of shape {tuple(lead.shape)}, and tokens= can only split a shape "
+            f"(rows, tokens, width): {keep(unit)}. Or leave tokens= out"
         )
     return 0 if lead is None else lead.shape[-2]
 
@@ -254,8 +254,8 @@ def _refuse_caches(unit: str, kwargs: Mapping[str, Any], leaves: Iterable[Any]) 
     caches += [f"an object of class {type(leaf).__name__}" for leaf in leaves if hasattr(leaf, "get_seq_length")]
     for cache in caches:
         raise ActivationError(
-            f"unit {unit} was given {cache}, which recomputation would write to a second time; "
-            f"train with use_cache=False (model.config.use_cache = False), or {keep(unit)}"
+            f"unit {unit} was given {cache}, a cache that recomputation would write into a second time; "
+            f"train with use_cache=False (model.config.use_cache = False). Or {keep(unit)}"
         )
 
 
@@ -297,9 +297,9 @@ def refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any], option: str) -
         found = next((other.name for other in nodes if id(other.module) in inside), None)
         if found is not None:
             raise ActivationError(
-                f"unit {node.name} contains the unit {found}, which {option}= would gather for each part of a batch: "
-                f"leave {option}= out. Or leave zero_core.tile_linear out, if it made {found}. Or shard with "
-                f"expert_bytes=None, if {found} has experts"
+                f"unit {node.name} contains the unit {found}, which {option}= would gather again for each part of a "
+                f"batch: leave {option}= out. Or, if zero_core.tile_linear made {found}, leave zero_core.tile_linear "
+                f"out. Or, if {found} has experts, shard with expert_bytes=None"
             )
 
 

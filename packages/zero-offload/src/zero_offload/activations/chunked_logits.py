@@ -131,8 +131,8 @@ class _Later:
     def _ask(self, compute: Callable[..., Tensor]) -> Tensor:
         if not self._stamp.current():
             raise ActivationError(
-                "a step or a write has changed the head, from which rows= and tokens= compute logits only when the "
-                "logits are used: use the logits, or take logits.clone(), before step()"
+                "a step or a write has changed the head since the forward, and with rows= or tokens= the head computes "
+                "logits only when they are used: use the logits before step(). Or take logits.clone() before step()"
             )
         if self.hidden._version != self._version:
             raise ChangedInputError("head", head=True)

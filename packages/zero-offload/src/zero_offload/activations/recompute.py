@@ -256,8 +256,8 @@ class Comparison:
         returned = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
         if any(leaf.untyped_storage().data_ptr() in memory for leaf in returned):
             raise ActivationError(
-                f"module {unit} returns one of its inputs, or a view of one. {cut.option}= runs it in parts and joins "
-                f"their outputs into a new tensor: return a copy, {split_batch.way_out(cut.option, unit)}"
+                f"module {unit} returns one of its inputs, or a view of one, and {cut.option}= returns a new tensor, "
+                f"joined from parts: return a copy of the input. Or {split_batch.way_out(cut.option, unit)}"
             )
         outputs = pytree.tree_leaves((output, changes))
         return outputs, _gradients(outputs, [*inputs.values()])
@@ -281,7 +281,7 @@ class Comparison:
             raise ActivationError(
                 f"module {self.of.name} mixes the {option} of its input: {whole.shape[dim]} "
                 f"{option} at once and {halves[0].shape[dim]} at a time give {what} with a relative difference of "
-                f"{found:.1e}, where rounding explains {tolerance:.0e}: {split_batch.way_out(option, self.of.name)}"
+                f"{found:.1e}, and rounding gives at most {tolerance:.0e}: {split_batch.way_out(option, self.of.name)}"
             )
 
 
@@ -342,10 +342,10 @@ def _naming_failures(unit: str, count: int, cut: Cut) -> Iterator[None]:
     except Exception as error:  # whatever a unit raises for a number of rows that it does not expect
         if isinstance(error, (ZeroError, OffloadError, torch.OutOfMemoryError)):
             raise
-        shared = ". If an argument must be whole, name it in shared=[...]; else " if cut.option == "rows" else "; "
+        shared = ". If an argument must not be cut, name it in shared=[...]. Else" if cut.option == "rows" else ";"
         raise ActivationError(
-            f"module {unit} runs on {cut.length} {cut.option}, but not on {count} or fewer, so "
-            f"not in parts: {type(error).__name__}: {error}{shared}{split_batch.way_out(cut.option, unit)}"
+            f"module {unit} runs on {cut.length} {cut.option}, but not on {count} or fewer, so {cut.option}= cannot "
+            f"cut its input: {type(error).__name__}: {error}{shared} {split_batch.way_out(cut.option, unit)}"
         ) from error
 
 

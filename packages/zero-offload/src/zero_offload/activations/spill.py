@@ -45,8 +45,8 @@ class ChangedInputError(OffloadError, RuntimeError):
 
     def __init__(self, unit: str, *, head: bool = False) -> None:
         super().__init__(
-            f"an input of module {unit} was changed in place after the module's forward, so that backward cannot "
-            f"repeat that forward: change a copy, or {'leave rows= out' if head else keep(unit, unit=False)}"
+            f"an input of module {unit} was changed in place after the module's forward, so backward cannot repeat "
+            f"that forward: change a copy of the input. Or {'leave rows= out' if head else keep(unit, unit=False)}"
         )
 
 

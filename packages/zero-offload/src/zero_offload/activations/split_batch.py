@@ -139,17 +139,17 @@ def find_cut(
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) and any(t.dim() and t.shape[0] == batch for t in tensors_of(leaf)):
             raise ActivationError(
-                f"argument {name!r} of unit {unit} is of class {type(leaf).__name__} with tensors of {batch} rows, and "
-                f"rows= can split tuples, lists and dicts only. If class {type(leaf).__name__} is a dataclass, call "
-                f"torch.export.register_dataclass({type(leaf).__name__}); else {way_out('rows', unit)}"
+                f"argument {name!r} of unit {unit} is of class {type(leaf).__name__} with tensors of {batch} rows, "
+                f"but rows= can only cut tuples, lists and dicts. If class {type(leaf).__name__} is a dataclass, call "
+                f"torch.export.register_dataclass({type(leaf).__name__}). Else {way_out('rows', unit)}"
             )
     where = {k for k, tensor in tensors if tensor.shape[0] == batch and names[k] not in (shared or ())}
     unclear = sorted({names[k] for k in where if k != first})
     if shared is None and unclear and batch in lead.shape[1:]:
         raise ActivationError(
             f"argument {names[first]!r} of unit {unit} has shape {tuple(lead.shape)}. rows= cannot tell whether the "
-            f"first dimension of {', '.join(map(repr, unclear))}, also {batch}, is the batch: name the arguments that "
-            "all rows share, offload_activations(..., shared=[...]), or shared=[] if there are none"
+            f"first dimension of {', '.join(map(repr, unclear))}, also {batch}, is the batch. If so, pass shared=[] to "
+            f"offload_activations. If all rows share the argument whole, pass shared={unclear}"
         )
     return Cut(batch, rows, frozenset(where))
 
@@ -186,13 +186,13 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Itera
     for tensor, version in given:
         if tensor._version != version and not isinstance(tensor, nn.Parameter):
             raise ActivationError(
-                f"module {unit} changes one of its inputs in place, a tensor of shape {tuple(tensor.shape)}, "
-                f"and {option}= could lose that change: compute out of place, {way_out(option, unit)}"
+                f"module {unit} changes one of its inputs in place, a tensor of shape {tuple(tensor.shape)}. With "
+                f"{option}= it may change only a copy: compute out of place. Or {way_out(option, unit)}"
             )
     if [*map(id, now)] != [id(tensor) for tensor, _ in given]:
         raise ActivationError(
             f"module {unit} adds, replaces or removes tensors in an argument (a list, a dict or an object), "
-            f"which {option}= would do once per part of a batch: {way_out(option, unit)}"
+            f"and {option}= would repeat that for each part of a batch: {way_out(option, unit)}"
         )
 
 
@@ -252,8 +252,8 @@ def other_structure(unit: str, option: str) -> ActivationError:
 def not_joined(unit: str, option: str, leaf: Any) -> ActivationError:
     form = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"class {type(leaf).__name__}"
     return ActivationError(
-        f"module {unit} returns, or stores in an attribute, a value of {form} that differs between parts, as a loss "
-        f"over all {option} does, so {option}= cannot join the parts' values: {way_out(option, unit)}"
+        f"module {unit} returns, or stores in an attribute, a value of {form}, such as a loss over all {option}. "
+        f"With {option}= each part gives another value, and they cannot be joined into one: {way_out(option, unit)}"
     )
 
 
@@ -266,4 +266,4 @@ def same(left: Any, right: Any) -> bool:
 
 def way_out(option: str, name: str) -> str:
     """The advice of an error. With tokens= modules inside of a unit are cut, and have no policy of their own."""
-    return f"{keep(name, unit=option == 'rows')}, or leave {option}= out"
+    return f"{keep(name, unit=option == 'rows')}. Or leave {option}= out"

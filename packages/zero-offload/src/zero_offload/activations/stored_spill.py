@@ -213,8 +213,8 @@ class StoredSpill(Spill):
             self._all.append(self._transfers.allocate(nbytes))
         except (OSError, BudgetError) as error:
             raise BudgetError(
-                f"no room on {self._transfers.tier} for {gib(nbytes)} of activations of {what}: {error}. Or take "
-                'fewer tokens a micro-batch, or give some units the policy "recompute"'
+                f"no room on {self._transfers.tier} for {gib(nbytes)} of activations of {what}. Take fewer tokens a "
+                f'micro-batch. Or give some units the policy "recompute". Or make room: {error}'
             ) from error
         return self._all[-1]
 

@@ -208,7 +208,7 @@ def _given_activations(wanted: str | Sequence[str], sizes: ModelSizes) -> tuple[
         return _of_blocks(sizes, (wanted,) * sizes.blocks)
     if len(wanted) != len(sizes.units):
         raise ValueError(
-            f"{len(wanted)} activation policies for {len(sizes.units)} units: give a policy per unit, or one str"
+            f"{len(wanted)} activation policies for {len(sizes.units)} units: give a policy per unit. Or one for all"
         )
     return tuple(wanted)
 
