@@ -153,7 +153,7 @@ def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "sync", failing)
     with pytest.raises(
         OSError,
-        match="a step could not be written to disk: .*with durable= it continues after its last step",
+        match="a step could not be written to disk: .*With durable= the run continues after its last step",
     ):
         training.to_the_end()
     training.store.close()
@@ -312,12 +312,12 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
             disk.close()
 
     image = (tmp_path / "run.slab").read_bytes()
-    anew = r"set them back, .* give the slab another name, or delete it with slab.remove\(\)"
+    anew = r"use its model and settings\. .* give the slab another name, or delete it with slab.remove\(\)"
     setting = rf"another model or other settings \(.*trained elements: 2016, now 992.*{anew}"
     scheduled = r"scheduler= given .*: True in .* now\. Start the run as it was, or call remove\(\) of its Slab"
     for error, told, mistake in (
         (GenerationError, setting, {"frozen": True}),
-        (GenerationError, r"\(optimizer: SGD, now Adam; .*set them back", {"build": torch.optim.Adam}),
+        (GenerationError, r"\(optimizer: SGD, now Adam; .*use its model and settings", {"build": torch.optim.Adam}),
         (CheckpointError, scheduled, {"scheduler": False}),
     ):
         with pytest.raises(error, match=told):

@@ -57,7 +57,7 @@ def backward(net):
         ),
         (
             lambda: plan([8, 8], activations=["keep"], tokens=8),
-            " activation policies for 2 units: give a policy per unit, or one str",
+            " activation policies for 2 units: give a policy per unit. Or one for all",
             [lambda each=each: plan([8, 8], activations=each, tokens=8) for each in ("keep", ["keep", "recompute"])],
         ),
         (
@@ -196,7 +196,9 @@ def test_memory_that_the_machine_refuses_is_made_less(monkeypatch, memory):
     for way in ways:
         sharded(**way, **options)
     limit[0] = max(asked)
-    with pytest.raises(OffloadError, match='put optimizer, gradients or parameters on "nvme", or set slots=3'):
+    with pytest.raises(
+        OffloadError, match='put optimizer, gradients or parameters on "nvme". Or use fewer slots: set slots=3'
+    ):
         sharded(**many, **options)
     for way in ways:
         sharded(**way, **options)
@@ -229,7 +231,7 @@ def test_units_that_a_graph_holds_get_slots_or_are_on_the_host():
         finally:
             optimizer.close()
 
-    with pytest.raises(BudgetError, match="raise prefetch_bytes to the bytes of all units in use at once"):
+    with pytest.raises(BudgetError, match='set parameters="host". Or raise prefetch_bytes to the bytes of all units'):
         stored(prefetch_bytes=0)
     net, optimizer = made()
     train(net, optimizer)

@@ -90,7 +90,7 @@ def test_edits_are_those_of_plain_torch_bit_for_bit(
 
 
 @pytest.mark.promise("full-values-tiers")
-@pytest.mark.advice("or round the values first")
+@pytest.mark.advice("Or round the values first")
 @pytest.mark.parametrize("placement", ["host", "nvme", "device", HALF], ids=str)
 def test_sixteen_bit_gradients_take_fp32_values_where_there_is_room(placement: Any) -> None:
     """The first gradient of a step is kept in bf16; with memory for one micro-batch there is no more room for it."""

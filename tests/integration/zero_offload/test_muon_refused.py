@@ -100,7 +100,7 @@ def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> 
     disk = MemoryByteStore()
     disk.alignment = 1 << 16
     with pytest.raises(
-        PlacementError, match=r"updates parameter layers.0.up.weight whole.*multiples of 65536: give ByteStores"
+        PlacementError, match=r"updates parameter layers.0.up.weight whole.*multiples of 65536 bytes: give ByteStores"
     ):
         zero_core.shard(model, pair(model.named_parameters()), store=TieredStore("nvme", nvme=disk))
     store = TieredStore("nvme", nvme=MemoryByteStore())
@@ -229,7 +229,8 @@ def test_states_that_come_later_are_refused_on_tiers() -> None:
     optimizer = zero_core.shard(model, pair(model.named_parameters(), kind=Later), store=TieredStore())
     steps(optimizer, model, 0, 2)
     with pytest.raises(
-        Exception, match=r"added, removed or resized late in the state of layers.*let the first step make all states"
+        Exception,
+        match=r"added, removed or resized the state 'late' of parameter layers.*let the first step make all states",
     ):
         steps(optimizer, model, 2, 4)
     optimizer.close()

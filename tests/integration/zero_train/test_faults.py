@@ -144,7 +144,7 @@ def test_a_run_says_what_the_plan_gave_and_leaves_what_it_has_done(monkeypatch, 
     assert text.startswith(
         "the run stopped: out of memory on the host tier: 2.0 GiB more were asked for; 130.0 GiB are"
     )
-    assert "zero_offload.plan counted " in text and "save memory with PYTORCH_CUDA_ALLOC_CONF=" in text
+    assert "zero_offload.plan expected " in text and "save memory with PYTORCH_CUDA_ALLOC_CONF=" in text
     assert "offload.optimizer=nvme" in text and "run.micro_batch" in text
     assert [step.step for step in picture.read_steps(tmp_path / "run")] == [1, 2]
     assert "timeline.json" in left(tmp_path / "run")

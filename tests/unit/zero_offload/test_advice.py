@@ -40,7 +40,7 @@ def test_it_says_what_was_asked_what_there_is_and_what_the_plan_gave():
     assert "out of memory on the device tier: 2.0 GiB more were asked for" in text
     assert "70.2 GiB are in tensors, 0.5 GiB in fragments, 1.5 GiB are free" in text
     assert (
-        f"zero_offload.plan counted {planned.total('device') / 2**30:.1f} GiB of its budget of 74.0 GiB (activations "
+        f"zero_offload.plan expected {planned.total('device') / 2**30:.1f} GiB of a budget of 74.0 GiB (activations "
         in text
     )
 
@@ -122,7 +122,7 @@ def test_on_the_cpu_device_and_host_are_one_tier(error, asked):
     found = raised(planned, error)
     total = planned.total("device") + planned.total("host")
     assert (found.tier, found.asked_bytes) == ("host", asked)
-    assert f"zero_offload.plan counted {total / 2**30:.1f} GiB of its budget of 63.4 GiB (optimizer " in str(found)
+    assert f"zero_offload.plan expected {total / 2**30:.1f} GiB of a budget of 63.4 GiB (optimizer " in str(found)
     assert 'save memory with optimizer="nvme"' in str(found)
     assert ("3.0 GiB more were asked for" if asked else "MemoryError; ") in str(found)
 

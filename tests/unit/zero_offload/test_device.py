@@ -90,7 +90,7 @@ def test_all_pages_are_in_memory_before_the_runtime_is_called(module, monkeypatc
 def test_memory_that_cannot_be_registered_is_an_error_with_the_limits_and_nothing_stays_registered(module, monkeypatch):
     monkeypatch.setattr(host_registration, "BLOCK_BYTES", 4 * PAGE_BYTES)
     _, host = mapped(8)
-    told = r"on cpu with status 2, after .* needs .* of free host memory, .*ulimit -l.* put .*, or raise the limit"
+    told = r"on cpu with status 2, after .* needs .* as free host memory, .*ulimit -l.* put .*Or raise the limit"
     with pytest.raises(OffloadError, match=told):
         register(host, CPU)
     assert module.calls[-1] == (host.data_ptr(),)
@@ -147,6 +147,6 @@ def test_an_arena_that_is_pinned_begins_at_a_page_and_says_why_it_has_no_huge_on
 
     monkeypatch.setattr(torch, "empty", none_left)
     with pytest.raises(
-        BudgetError, match="of host memory cannot be pinned .cannot allocate.; put .*, or raise ulimit -l"
+        BudgetError, match="of host memory cannot be pinned .cannot allocate.; put .*. Or raise ulimit -l"
     ):
         Arena(10_000, pinned=True)

@@ -183,12 +183,13 @@ def test_a_run_of_another_layout_is_refused_and_unchanged():
     image = bytes(store.memory)
     other = store.crashed(generator)
     with pytest.raises(
-        GenerationError, match=r"\(model: two units, now three units\). To continue that run, set them back"
+        GenerationError, match=r"\(model: two units, now three units\). To continue that run, use its model"
     ):
         opened(other, {"model": "three units"}).adopt(1)
     assert bytes(other.memory) == image
     with pytest.raises(
-        GenerationError, match=r"lacks generation 7, the last in another rank's slab \(here: 1\), so the slabs"
+        GenerationError,
+        match=r"lacks generation 7, which is the last in another rank's slab \(this slab has: 1\). So the",
     ):
         opened(store.crashed(generator)).adopt(7)
 

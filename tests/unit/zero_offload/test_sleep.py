@@ -107,7 +107,7 @@ def test_a_full_disk_and_an_error_while_it_falls_asleep_lose_nothing(full: bool,
     with goes_on(MemoryByteStore(), discrete=discrete) as driver:
         to.fail("write", after=2)
         reason = "raise capacity_bytes" if full else "Input/output error"
-        told = rf"sleep\(\) failed: .*{reason}.*is awake and has lost nothing: call sleep\(\) again then, or give sleep"
+        told = rf"sleep\(\) failed: .*{reason}.*is awake and has lost nothing: call sleep\(\) once more. Or give sleep"
         with pytest.raises(SwapError, match=told):
             driver.store.sleep(to)
         assert inner.used_bytes == 0
@@ -172,12 +172,12 @@ def test_stores_share_one_budget_of_host_memory() -> None:
     budget = HostBudget(needed + needed // 2)
     one = make("host", driver=SMALL, host_bytes=budget)
     assert budget.free_bytes == needed // 2
-    with pytest.raises(BudgetError, match=r"Other stores have .* call sleep\(\) or close\(\) of one of them"):
+    with pytest.raises(BudgetError, match=r"Other stores have .* call sleep\(\) or close\(\) of another store"):
         make("host", driver=SMALL, host_bytes=budget)
     one.store.sleep()
     assert budget.free_bytes == budget.nbytes
     two = make("host", driver=SMALL, host_bytes=budget)
-    with pytest.raises(BudgetError, match="this store needs .* are left. Other stores have"):
+    with pytest.raises(BudgetError, match="this store needs .* left. Other stores have"):
         one.store.wake()
     with pytest.raises(AsleepError):
         one.store.parameters(0)

@@ -179,8 +179,8 @@ def test_stages_that_keep_every_unit_need_a_slot_for_each_on_nvme() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         return model, zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, **options)
 
-    ways = 'use stage=3, or parameters="host", or raise prefetch_bytes to the bytes of all these units'
-    with pytest.raises(BudgetError, match=rf"keep all parameters .* 8 units need a slot .* are 3 slots; {ways}"):
+    ways = 'use stage=3. Or set parameters="host". Or raise prefetch_bytes to the bytes of all these units'
+    with pytest.raises(BudgetError, match=rf"all parameters stay .* 8 units need a slot .* are 3 slots; {ways}"):
         sharded(stage=2, prefetch_bytes=0)
     for way in ({"stage": 3}, {"stage": 2, "parameters": "host"}, {"stage": 2, "prefetch_bytes": 8 * 64 * 65 * 2}):
         model, optimizer = sharded(**{"prefetch_bytes": 0} | way)  # type: ignore[arg-type]

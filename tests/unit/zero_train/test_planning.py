@@ -73,7 +73,9 @@ def test_an_arena_that_cannot_be_mapped_is_smaller_where_an_error_says(way):
     composed, plan = planned(*given, ranks=ranks)
     with pytest.raises(MemoryError, match="cannot be mapped") as raised:
         Arena(1 << 50)
-    assert 'or parameters on "nvme", or set offload.slots=3' in planning.refusal(raised.value, composed)
+    assert 'or parameters on "nvme". Or use fewer slots: set offload.slots=3' in planning.refusal(
+        raised.value, composed
+    )
     text = planning.refusal(MemoryError(), composed)
     assert text.endswith("with offload=nvme offload.slots=3, raise zero.stage, or train a smaller model")
     assert planned(*given, *way.split(), ranks=ranks)[1].total("host") < plan.total("host")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 CLOSED = "the TieredStore is closed: close it after the last use of its model"
-START_AGAIN = "restart the run from its last checkpoint; with durable= it continues after its last step"
-LESS = 'put optimizer, gradients or parameters on "nvme", or set slots=3'
+START_AGAIN = "restart the run. With durable= the run continues after its last step, else from its last checkpoint"
+LESS = 'put optimizer, gradients or parameters on "nvme". Or use fewer slots: set slots=3'
 
 
 class OffloadError(Exception):

@@ -216,7 +216,7 @@ class CompressedByteStore(MemoryByteStore):
         if self.capacity_bytes is not None and total_bytes > self.capacity_bytes * self.ratio:
             raise BudgetError(
                 f"CompressedByteStore: {total_bytes} bytes do not fit into {self.capacity_bytes} at ratio="
-                f"{self.ratio:g}; raise capacity_gib, or raise ratio if the data is known to compress that well"
+                f"{self.ratio:g}; raise capacity_gib. Or raise ratio if the data is known to compress better"
             )
 
     def _check_room(self, wanted: int) -> None:

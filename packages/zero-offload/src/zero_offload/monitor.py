@@ -247,7 +247,7 @@ class Worker(Generic[Item]):
         if self._thread.is_alive():
             raise OffloadError(
                 f"the thread {self._thread.name!r} did not end within {ENDS_SECONDS:.0f} s, because an update or a "
-                "transfer hangs, so its memory is not freed. End the process"
+                "transfer hangs, so the store keeps its memory. End the process"
             )
 
     def _main(self) -> None:

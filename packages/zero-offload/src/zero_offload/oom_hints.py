@@ -85,12 +85,12 @@ def _text(plan: Plan, tier: Tier, said: Mapping[str, int], error: BaseException)
 
 
 def _given(plan: Plan, where: str, tiers: tuple[Tier, ...]) -> str:
-    """ "zero_offload.plan counted 12.1 GiB of its budget of 79.0 GiB (activations 10.3 GiB, buffers 1.8 GiB)"."""
+    """ "zero_offload.plan expected 12.1 GiB of a budget of 79.0 GiB (activations 10.3 GiB, buffers 1.8 GiB)"."""
     parts = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in (*KINDS, "activations")}
     budget = plan.budgets.of(where) if plan.budgets else None
     return (
-        f"zero_offload.plan counted {gib(sum(parts.values()))}"
-        + (f" of its budget of {gib(budget)}" if budget else "")
+        f"zero_offload.plan expected {gib(sum(parts.values()))}"
+        + (f" of a budget of {gib(budget)}" if budget else "")
         + (f" ({contents(parts)})" if any(parts.values()) else "")
     )
 

@@ -281,11 +281,11 @@ class UncutStep:
             if by_itself.is_number(left.get(name)):
                 left[name] = by_itself.packed(left[name]).to(mine.device)
         if (now := _told(left)) != (first := _told(states)):
-            told = ", ".join(sorted(name for name in now | first if now.get(name) != first.get(name)))
+            told = ", ".join(sorted(repr(name) for name in now | first if now.get(name) != first.get(name)))
             raise UnsupportedOptimizerError(
-                f"step() of {kind_of(self._optimizer)} added, removed or resized {told} in the state of {segment.name} "
-                "after its first step, for which the store has no memory: let the first step make all states, or leave "
-                "store= out"
+                f"step() of the optimizer ({kind_of(self._optimizer)}) added, removed or resized the state {told} of "
+                f"parameter {segment.name} after the first step, and the store has memory only for the states of the "
+                "first step: let the first step make all states. Or leave store= out"
             )
         for name, mine in states.items():
             if left[name].data_ptr() != mine.data_ptr():
@@ -311,8 +311,8 @@ class UncutStep:
             tile.states[name].copy_(values)
         elif bool(values.any()):
             raise UnsupportedOptimizerError(
-                f"the optimizer of a parameter (one of {kind_of(self._optimizer)}) keeps no state {name!r}: write none,"
-                " or give each optimizer the parameters that it had when the state was saved"
+                f"the optimizer of a parameter (one of {kind_of(self._optimizer)}) keeps no state {name!r}: write no "
+                f"{name!r} there. Or give each optimizer the parameters that it had when the state was saved"
             )
 
     @property

@@ -127,7 +127,7 @@ class Generations:
         if form > FORMAT:
             raise GenerationError(
                 f"{self._named()} was written in format {form}, and this zero-offload reads formats up to {FORMAT}; "
-                f"use the version that wrote it, or {DELETE}"
+                f"use the version that wrote the slab. Or {DELETE}"
             )
         number, offset, nbytes, checksum = rest
         return number, offset, nbytes, checksum
@@ -168,8 +168,8 @@ class Generations:
         if manifest is None:
             numbers = ", ".join(str(each.number) for each in self.found) or "none"
             raise GenerationError(
-                f"{self._named()} lacks generation {number}, the last in another rank's slab (here: {numbers}), so the "
-                f"slabs are not from the same run; on every rank {DELETE}"
+                f"{self._named()} lacks generation {number}, which is the last in another rank's slab (this slab has: "
+                f"{numbers}). So the slabs are not from the same run; on every rank {DELETE}"
             )
         if not any_layout:
             self._check_layout(manifest)
@@ -204,9 +204,9 @@ class Generations:
             )
             told = told or "names or shapes of its units"
             raise GenerationError(
-                f"{self._named()} holds a run with another model or other settings ({told}). To continue that run, set "
-                "them back, or write a checkpoint of it with zero_offload.write_checkpoint and load that. To start a "
-                "new run, give the slab another name, or delete it with slab.remove()"
+                f"{self._named()} holds a run with another model or other settings ({told}). To continue that run, "
+                "use its model and settings. Or write a checkpoint of that run with zero_offload.write_checkpoint, and "
+                "load that. To start a new run, give the slab another name, or delete it with slab.remove()"
             )
 
     # -- values -------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class Generations:
             self._in_turns([value.places[place].read(buffer, name)])
         if place is None or self.pins.place(value) is None:  # or while it was read
             raise GenerationError(
-                f"the store was closed before value {name!r} was copied into the checkpoint, which is incomplete; call "
+                f"the store was closed before value {name!r} was copied, so the checkpoint is incomplete; call "
                 "wait() on the result of save() before you close the store. Or call optimizer.close(), which waits"
             )
         self.pins.give_up([value])

@@ -208,8 +208,9 @@ def _check_alignment(specs: Iterable[ShardSpec], alignment: int) -> None:
     uncut = next((s.name for spec in specs for s in spec.segments if s.uncut), None)
     if uncut is not None and UNCUT_BYTES % alignment:
         raise PlacementError(
-            f"the optimizer updates parameter {uncut} whole, so its tiles begin at multiples of {UNCUT_BYTES} bytes, "
-            f"and the ByteStores write multiples of {alignment}: give ByteStores whose alignment divides {UNCUT_BYTES}"
+            f"the optimizer updates parameter {uncut} whole, so its tiles begin at multiples of {UNCUT_BYTES} bytes. "
+            f"But the ByteStores can only write at multiples of {alignment} bytes: give ByteStores whose alignment "
+            f"divides {UNCUT_BYTES}"
         )
 
 

@@ -198,8 +198,8 @@ def check_device_shares(parameters: Placement, gradients: Placement, optimizer: 
     states = device_share(optimizer)
     if not math.isclose(device_share(gradients), states, abs_tol=1e-6):
         raise PlacementError(
-            f"gradients={gradients!r} and optimizer={optimizer!r}: on a GPU both need the same fraction on "
-            f"device; set gradients={optimizer!r}"
+            f"gradients={gradients!r} and optimizer={optimizer!r}: with the model on a GPU, gradients and optimizer "
+            f'states need the same fraction on "device"; set gradients={optimizer!r}'
         )
     if device_share(parameters) < states - 1e-6:
         raise PlacementError(

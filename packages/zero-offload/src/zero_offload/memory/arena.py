@@ -42,7 +42,7 @@ class HostBudget:
         """Takes `nbytes`. Raises BudgetError if fewer are free; then nothing is taken."""
         with self._lock, self.explained():
             if nbytes > self.free_bytes:
-                raise BudgetError(f"this store needs {gib(nbytes)} of host memory, and {gib(self.free_bytes)} are left")
+                raise BudgetError(f"this store needs {gib(nbytes)}, and the HostBudget has {gib(self.free_bytes)} left")
             self._taken += nbytes
 
     @contextmanager
@@ -53,7 +53,7 @@ class HostBudget:
         except BudgetError as error:
             raise BudgetError(
                 f"{error}. Other stores have {gib(self._taken)} of the shared budget of {gib(self.nbytes)}: call "
-                "sleep() or close() of one of them to free its part"
+                "sleep() or close() of another store to free its part"
             ) from error
 
     def give(self, nbytes: int) -> None:
@@ -167,7 +167,7 @@ class Arena:
             tensor = torch.empty(round_up(self.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise BudgetError(
-                f"{gib(self.nbytes)} of host memory cannot be pinned ({error}); {LESS}, or raise ulimit -l"
+                f"{gib(self.nbytes)} of host memory cannot be pinned ({error}); {LESS}. Or raise ulimit -l"
             ) from error
         memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         memory.tensor = tensor  # views keep the buffer, and the buffer keeps the tensor
@@ -187,7 +187,7 @@ class Arena:
     def memory(self) -> memoryview:
         """The bytes, as a buffer. Raises ClosedError after close(), or while they were given back."""
         if self._memory is None:
-            raise ClosedError("the store has no host memory: the store was closed, or sleeps until wake() is called")
+            raise ClosedError("the store has no host memory: if it sleeps, call its wake(). If not, it was closed")
         return self._memory
 
     @staticmethod

@@ -103,9 +103,9 @@ def _refused(what: str, status: int, done: int, nbytes: int, device: torch.devic
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
     return (
-        f"{what} failed on {device} with status {status}, after {gib(done)}. The store needs {gib(nbytes)} of free "
-        f"host memory, within the limit of locked memory (ulimit -l: {limit}; a driver may allow less): {LESS}, or "
-        "raise the limit (in a container, the container's)"
+        f"{what} failed on {device} with status {status}, after {gib(done)} of {gib(nbytes)}. The store needs "
+        f"all {gib(nbytes)} as free host memory, within the limit of locked memory (ulimit -l: {limit}; a driver may "
+        f"allow less): {LESS}. Or raise the limit (in a container, the container's)"
     )
 
 

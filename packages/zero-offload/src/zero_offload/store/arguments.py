@@ -74,9 +74,9 @@ class Arguments:
         lends_all = context.keeps_parameters and context.shard_count == 1 and not discrete
         if lends_all and len(streamed) > plan.unit_slots:
             raise BudgetError(
-                f"stages 0 to 2 keep all parameters in memory until the step: {len(streamed)} units need a slot of "
-                f"{gib(plan.unit_slot_bytes)} each, and there are {plan.unit_slots} slots; use stage=3, or "
-                'parameters="host", or raise prefetch_bytes to the bytes of all these units'
+                f"with stage=0, 1 or 2 all parameters stay in host memory until the step: {len(streamed)} units need a "
+                f"slot of {gib(plan.unit_slot_bytes)} each, and there are {plan.unit_slots} slots; use stage=3. Or set "
+                'parameters="host". Or raise prefetch_bytes to the bytes of all these units'
             )
         return replace(plan, durable_on=Tier.NVME) if self.durable else plan
 

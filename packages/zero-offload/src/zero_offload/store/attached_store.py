@@ -33,10 +33,8 @@ from ..tiles.value_access import PinnedValues, Values
 from ..update_thread.pipeline import Pipeline
 from .paths import DevicePath, HostPath
 
-_STILL_AWAKE = "the store is awake and has lost nothing: call sleep() again then, or give sleep(to=) another ByteStore"
-_STILL_ASLEEP = (
-    f"the store still sleeps and has lost nothing: remove the cause and call wake() again, or else {START_AGAIN}"
-)
+_STILL_AWAKE = "the store is awake and has lost nothing: call sleep() once more. Or give sleep(to=) another ByteStore"
+_STILL_ASLEEP = f"the store sleeps and has lost nothing: remove the cause and call wake() again. Or else {START_AGAIN}"
 
 
 class Memory:

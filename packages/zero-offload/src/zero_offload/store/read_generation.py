@@ -40,7 +40,7 @@ def generation_layout(
                 if tile.trainable and (elsewhere or unit.whole):
                     raise GenerationError(
                         f'durable= cannot keep the trained values of unit {unit.spec.name} on tier "{tier}"; place '
-                        f'parameters and optimizer on "host" or "{plan.durable_on}" (a GPU\'s parameters: "device" too)'
+                        f'parameters and optimizer on "host" or "{plan.durable_on}". Parameters may also be on a GPU'
                     )
     trained = [unit.spec for unit in plan.units if unit.spec.trained]
     units = [

@@ -94,10 +94,10 @@ class GradientStore:
             )
         if self._expected[i] and self._plan.gradient_itemsize < GRADIENT_BYTES:
             raise OffloadError(
-                f"a second gradient of unit {unit.spec.name} before step(): accumulate=1 leaves "
-                f"{self._plan.gradient_itemsize} bytes an element, and a sum needs {GRADIENT_BYTES}; set accumulate= "
-                "of zero_offload.plan() or TieredStore() to the number of micro-batches. If the plan has no_sync, run "
-                "all but the last micro-batch inside zero_core.no_sync(model). zero_grad() drops the first gradient"
+                f"a second gradient of unit {unit.spec.name} before step(): accumulate=1 leaves each element only "
+                f"{self._plan.gradient_itemsize} bytes, and a sum needs {GRADIENT_BYTES}; set accumulate= of "
+                "zero_offload.plan() or TieredStore() to the number of micro-batches. If the plan has no_sync, run all "
+                "but the last one inside zero_core.no_sync(model). Or drop the first gradient with zero_grad()"
             )
         self._expected[i] = unit.trainable
 
@@ -153,10 +153,10 @@ class GradientStore:
         """Raises OffloadError if fp32 `values` would have to be rounded, because there is no memory for fp32."""
         if self._plan.gradient_itemsize < GRADIENT_BYTES and not fits(values, self.dtype):
             raise OffloadError(
-                f"new values for the gradient of {self._plan.units[i].spec.name} would be rounded to {self.dtype}: "
-                f"with accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element for gradients. Set "
-                f"zero_offload.plan(accumulate=2) or TieredStore(accumulate=2) for {GRADIENT_BYTES} bytes, or round "
-                f"the values first: values.to({self.dtype}). The gradient is unchanged"
+                f"new values for the gradient of {self._plan.units[i].spec.name} would be rounded to {self.dtype}, and "
+                f"nothing was written: with accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element "
+                f"for gradients. Set accumulate=2 in zero_offload.plan or TieredStore, for {GRADIENT_BYTES} bytes. Or "
+                f"round the values first: values.to({self.dtype})"
             )
 
     def _visit(self, i: int, start: int, stop: int, visit: Callable[[Tensor, int], object], *, changes: bool) -> None:

@@ -130,8 +130,8 @@ class ParameterStore:
             names = ", ".join(sorted(unit.spec.name for j, unit in enumerate(self._plan.units) if j in held))
             raise BudgetError(
                 f"unit {self._plan.units[i].spec.name} needs a slot in host memory, and all {len(held)} are in use by "
-                f"{names}; raise prefetch_bytes to the bytes of all units in use at once (with create_graph=True, of "
-                'the whole graph), or put parameters on the "host"'
+                f'{names}; set parameters="host". Or raise prefetch_bytes to the bytes of all units that are in use at '
+                "the same time (with create_graph=True: all units of the graph)"
             )
         return False
 
