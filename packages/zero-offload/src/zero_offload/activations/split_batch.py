@@ -160,7 +160,7 @@ def _refuse_packed(unit: str, name: str, tensor: Tensor, batch: int, rows: int) 
         raise ActivationError(
             f"unit {unit} computes sequences that are packed over {batch} rows (argument {name!r} has shape "
             f"{tuple(tensor.shape)}), and rows={rows} would cut them: pack each row of a batch by itself with "
-            "position_ids, pack all into one row and use tokens=, or leave rows= out"
+            "position_ids. Or pack all into one row and use tokens=. Or leave rows= out"
         )
 
 
