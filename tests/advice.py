@@ -28,7 +28,7 @@ EXEMPT = {
     "where the process group ({}) {}: start the group": "needs a second kind of device",
     "parameters on {}: move the model to one device": "needs a second device",
     "faulty, restore a checkpoint": "a drive that returns wrong bytes is replaced, not configured",
-    "load it with DeepSpeed 0.19 and save it again": "it needs a DeepSpeed of another version",
+    "load this one with DeepSpeed 0.19 and save it again": "it needs a DeepSpeed of another version",
     "start one process per GPU, with torchrun": "needs two GPUs",
     "pip install 'transformers>=5.23,<6'": "installs another version of transformers",
     "use the version that made it, or a newer one": "there is no other version yet",

@@ -68,7 +68,7 @@ def test_the_scheduler_and_the_loss_scale_go_on(tmp_path):
     mine = zero_core.LossScale(2.0**16, window=5, first_window=6, hysteresis=2)
     model, optimizer = _sharded(param_dtype=torch.float16, loss_scale=mine)
     another = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # would take the state and begin anew
-    with pytest.raises(CheckpointError, match="make the schedule with zero_deepspeed.schedules, or load without"):
+    with pytest.raises(CheckpointError, match="use a schedule of zero_deepspeed.schedules. Or leave scheduler= out"):
         load_checkpoint(tmp_path, model, optimizer, scheduler=another)
     scheduler = WarmupLR(optimizer, 0.0, 1.0, 100, "linear")
     loaded = load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
@@ -159,7 +159,7 @@ def test_weights_are_the_masters(tmp_path):
     for name, states in truth.values.items():
         found = reader.read(entries[name], 0, entries[name].numel)
         assert torch.equal(found.view(entries[name].shape), states["fp32"])
-    with pytest.raises(ConfigError, match="name the folder that training began from, or leave model= out"):
+    with pytest.raises(ConfigError, match="name the folder of the original model, or leave model= out"):
         convert_weights(tmp_path / "theirs", tmp_path / "half", model=tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "net"}))
     convert_weights(tmp_path / "theirs", tmp_path / "half", dtype=torch.bfloat16, model=tmp_path)

@@ -119,14 +119,14 @@ def test_weights_alone_leave_counters_states_and_schedule_as_they_are(tmp_path):
     second.destroy()
 
 
-@pytest.mark.advice("is saved, but the file `latest` lacks it", "load it with tag=")
+@pytest.mark.advice("is saved, but `latest` could not be written", "load it with tag=")
 def test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays(tmp_path):
     engine = made()
     train(engine, batches(2))
     (tmp_path / "latest").mkdir()  # as a full disk, the file cannot be put there
     with pytest.raises(
         CheckpointError,
-        match="global_step1 is saved, but the file `latest` lacks it .*: load it with tag='global_step1'",
+        match="global_step1 is saved, but `latest` could not be written .*: load it with tag='global_step1'",
     ):
         engine.save_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, tag="global_step1")[0] == str(tmp_path / "global_step1")

@@ -78,7 +78,7 @@ def refuse_uncorrected(saved: Checkpoint) -> None:
     if any(group.get("bias_correction") is False for group in saved.run["groups"]):
         raise FilesError(
             f"{saved.folder} was trained with bias_correction=False, and torch's Adam always corrects the bias: load "
-            "the weights alone, without an optimizer (load_module_only=True in an engine)"
+            "the weights alone, by engine.load_checkpoint(..., load_module_only=True) or load_checkpoint(folder, model)"
         )
 
 
@@ -87,8 +87,8 @@ def _refuse_other_schedules(saved: Checkpoint, scheduler: Any) -> None:
     own = "last_batch_iteration"
     if scheduler is not None and own in (saved.run["scheduler"] or {}) and own not in scheduler.state_dict():
         raise CheckpointError(
-            f"{saved.folder} has the state of one of DeepSpeed's own schedules, which {type(scheduler).__name__} "
-            "cannot load: make the schedule with zero_deepspeed.schedules, or load without a scheduler"
+            f"{saved.folder} has the state of a DeepSpeed schedule, which {type(scheduler).__name__} cannot load: use "
+            "a schedule of zero_deepspeed.schedules. Or leave scheduler= out (engine: load_lr_scheduler_states=False)"
         )
 
 
@@ -101,7 +101,7 @@ def _keep_known_options(saved: Checkpoint, known: Mapping[str, Any]) -> None:
             if group[key] != known[key]:
                 raise CheckpointError(
                     f"{saved.folder} was trained with {key}={group[key]}, and this optimizer has {key}={known[key]}: "
-                    f"build it with {key}={group[key]} (torch.optim.AdamW has decoupled_weight_decay=True)"
+                    f"build the optimizer with {key}={group[key]} (for decoupled_weight_decay=True: torch.optim.AdamW)"
                 )
 
 

@@ -166,7 +166,7 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only adds to this rank's gradients. Stages 0 and 1; as in DeepSpeed, not stages 2 and 3."""
         if self.zero_optimization_stage() >= 2:
-            raise ConfigError("no_sync() at stage 2 or 3, where each backward adds to the shards: leave no_sync() out")
+            raise ConfigError("no_sync() needs whole gradients, and stages 2 and 3 shard them: leave no_sync() out")
         with zero_core.no_sync(self.module):
             yield
 
@@ -267,7 +267,7 @@ class Engine(nn.Module):
                 written.write_text(name)
                 written.replace(Path(save_dir) / _LATEST)
             except OSError as error:
-                failed = [f"{name} is saved, but the file `{_LATEST}` lacks it ({error}): load it with tag={name!r}"]
+                failed = [f"{name} is saved, but `{_LATEST}` could not be written ({error}): load it with tag={name!r}"]
         dist.broadcast_object_list(failed)
         if failed[0] is not None:
             raise CheckpointError(failed[0])
@@ -328,7 +328,9 @@ class Engine(nn.Module):
         The name of the file is model.safetensors, whatever `save_filename` says. Returns True.
         """
         if exclude_frozen_parameters:
-            raise ConfigError("no exclude_frozen_parameters= here: save zero_core.trained_state_dict(engine.module)")
+            raise ConfigError(
+                "exclude_frozen_parameters= is not supported: save zero_core.trained_state_dict(engine.module)"
+            )
         zero_core.save_pretrained(self.module, save_dir)
         return True
 

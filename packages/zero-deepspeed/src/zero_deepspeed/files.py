@@ -101,7 +101,7 @@ def open_checkpoint(
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise FilesError(
             f"{where} does not have the layout of DeepSpeed 0.19 ({type(error).__name__}: {error}). It is damaged, or "
-            "of another version. Use another tag, or load it with DeepSpeed 0.19 and save it again"
+            "of another version. Choose another one with tag=. Or load this one with DeepSpeed 0.19 and save it again"
         ) from error
 
 
@@ -115,7 +115,7 @@ def tagged(folder: Path, tag: str | None) -> Path:
     tags = ", ".join(sorted(path.name for path in folder.glob("*") if path.is_dir())) or "none"
     raise FilesError(
         f"{folder} has no {'file `latest`' if tag is None else f'tag {tag!r}'}. Tags found there: {tags}. Name the "
-        "folder that save_checkpoint was given, and one of its tags with tag="
+        "folder that save_checkpoint was given, and with tag= one of the tags found in that folder"
     )
 
 
@@ -130,7 +130,7 @@ class _Opened:
         self.folder = folder
         if (folder / "zero").is_dir():
             raise FilesError(
-                f"{folder} is a universal checkpoint, which is not read. Name the checkpoint that was converted into it"
+                f"{folder} is a universal checkpoint, not supported here. Name the checkpoint that was converted to it"
             )
         here = {path.name for path in folder.glob("*_states.pt")}
         self.partitioned = any(name.startswith("zero_pp_rank_0_") and "_model_" in name for name in here)

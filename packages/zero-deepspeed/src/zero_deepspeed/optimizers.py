@@ -46,5 +46,5 @@ def _lion(parameters: Any, options: Mapping[str, Any]) -> torch.optim.Optimizer:
     try:
         lion: Any = importlib.import_module("zero_optim_cpu").Lion.over
     except ImportError:
-        raise ConfigError("Lion needs a package that is absent: install zero-optim-cpu, or take AdamW") from None
+        raise ConfigError('Lion needs the package zero-optim-cpu: install it, or write "type": "AdamW"') from None
     return cast(torch.optim.Optimizer, lion(parameters, **options))

@@ -59,9 +59,9 @@ def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
         if foreign := sorted({*get_unsafe_globals_in_checkpoint(path)} - names):
             raise FilesError(
                 f"{path} wants to call {', '.join(foreign)}. No code was executed. DeepSpeed itself saves no such "
-                "calls: do not use the file. If these are classes of your own, saved in client_state: zero-hf convert "
-                "FOLDER OUT --inert module.Class reads their objects as dicts. FOLDER is the checkpoint (of a Trainer, "
-                "checkpoint-N, and OUT is checkpoint-N/zero)"
+                "calls: do not use the file. But if these are classes of your own, saved in client_state, run zero-hf "
+                "convert FOLDER OUT --inert module.Class: it reads their objects as dicts. FOLDER is the checkpoint. "
+                "For a Trainer, FOLDER is checkpoint-N, and OUT is checkpoint-N/zero"
             )
         with safe_globals(kinds):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -137,7 +137,9 @@ class Reading:
         takes, default, _ = self._keys[key]
         wanted, argument = self._resolved.get(key, (default, None))
         if value == "auto" and wanted is None:
-            raise ValueError('nothing resolves "auto": write a value, or pass arguments= or num_training_steps=')
+            raise ValueError(
+                'nothing here resolves "auto": write a value. Or pass from_deepspeed arguments= or num_training_steps='
+            )
         if value != "auto" and argument and value != wanted:
             raise ValueError(f'the TrainingArguments have {argument}={wanted!r}: make them agree, or write "auto"')
         meant = _plain(wanted if value == "auto" else value)

@@ -85,7 +85,7 @@ def initialize(
             raise ConfigError(f"{name}= is not supported, because all ranks are data parallel: leave {name}= out")
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     if len(given) != 1:
-        raise ConfigError(f"{len(given)} configurations: give either config=, or args with deepspeed_config")
+        raise ConfigError(f"{len(given)} configurations were given: give either config= or args.deepspeed_config")
     init_distributed()
     translation = from_deepspeed(given[0], model=model, world_size=dist.get_world_size())
     if model_parameters is None:

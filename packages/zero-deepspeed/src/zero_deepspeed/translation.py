@@ -80,7 +80,7 @@ class Translation:
         here = dist.get_world_size() if dist.is_initialized() else 1
         if here != self.ranks:
             raise ConfigError(
-                f"mics_shard_size={self.shard_size}: the configuration was read for {self.ranks} ranks, and the number "
+                f"the JSON (mics_shard_size={self.shard_size}) was read for {self.ranks} ranks, but the number "
                 f"of ranks is {here}. Call torch.distributed.init_process_group first, and then read the configuration"
             )
         return options | {"mesh": mesh_of_replicas(here // self.shard_size)}
@@ -185,7 +185,7 @@ def loaded(config: Given) -> Mapping[str, Any]:
             return found
         raise ValueError(f"it holds a {type(found).__name__}")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {where}: {error}. Give a JSON object without comments") from error
+        raise ConfigError(f"cannot read {where}: {error}. Give a file with JSON, without comments") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
