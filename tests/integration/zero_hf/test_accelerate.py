@@ -145,12 +145,12 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused_and_the_ways_ou
         alone, _ = layers()
         acc.prepare(alone)
         for prepare in (acc.prepare, acc.prepare_optimizer):
-            told = r"an earlier call prepared without it, .* Give both to one call, prepare\(model, optimizer"
+            told = r"SGD comes too late: .* Give model and optimizer to one call, prepare\(model, optimizer"
             with pytest.raises(ZeroError, match=told):
                 prepare(sgd(alone))
         acc = accelerator({})
         one, two = layers()
-        told = "parameters of Linear and Linear.* make an optimizer for each, or put the models into one nn.Module"
+        told = "models, Linear and Linear.* make an optimizer for each model. Or put the models into one nn.Module"
         with pytest.raises(ZeroError, match=told):
             acc.prepare(one, two, sgd(one, two))
         one, two, *optimizers = acc.prepare(one, two, sgd(one), sgd(two))

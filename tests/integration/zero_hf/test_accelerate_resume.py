@@ -144,7 +144,7 @@ def test_what_is_no_complete_save_is_refused(tmp_path):
     for name in ("state", "another"):
         _saved(str(tmp_path / name))
     (folder / "zero.json").write_text(json.dumps({"save": "a later one", "models": 1}))
-    _refused(str(folder), "are of different saves.*Load another checkpoint, and save each to a new folder")
+    _refused(str(folder), "are of different saves.*Load another checkpoint, and use a new folder for each save")
     with launched():
         script = Script({}, steps=1)
         script.accelerator.load_state(str(tmp_path / "another"))
@@ -153,7 +153,7 @@ def test_what_is_no_complete_save_is_refused(tmp_path):
     (folder / "zero.json").write_text(json.dumps({"save": "a later one", "models": 2}))
     _refused(str(folder), "models: 2 in .* in this run. Prepare the same models, in the same order")
     (folder / "zero.json").unlink()
-    way = r"Give a folder that save_state\(safe_serialization=True\) saved with the same models"
+    way = r"Give a folder of save_state\(safe_serialization=True\), from a run that prepared the same models"
     _refused(str(folder), f"has no zero.json.*and lacks model.safetensors, optimizer.bin of accelerate. {way}")
 
 

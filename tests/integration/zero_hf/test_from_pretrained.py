@@ -161,7 +161,7 @@ def test_wrong_shapes_are_refused_or_initialised(tmp_path):
     """Fails if a slice of another shape's tensor is read as this one's."""
     saved(tmp_path, "LlamaForCausalLM")
     kind = transformers.AutoModelForCausalLM
-    told = r"embed_tokens.weight: file \(64, 16\), model \(65, 16\).* Give the config that fits, or ignore_mismatched"
+    told = r"embed_tokens.weight: file \(64, 16\), model \(65, 16\).* Give the config that fits. Or pass ignore_mism"
     with pytest.raises(ZeroError, match=told):
         zero_hf.from_pretrained(kind, tmp_path, vocab_size=65)
     model, info, said = load(kind, tmp_path, vocab_size=65, ignore_mismatched_sizes=True)
@@ -202,7 +202,7 @@ def test_generation_settings_and_arguments_of_the_class_are_taken(tmp_path):
 def test_what_cannot_be_read_in_slices_is_refused_with_the_way_out(tmp_path):
     """Fails if every rank reads a whole model without saying so."""
     kind = transformers.AutoModelForCausalLM
-    convert = r"AutoModelForCausalLM.from_pretrained\(...\) once, then zero_core.save_pretrained"
+    convert = r"Convert the model once: call AutoModelForCausalLM.from_pretrained\(...\) of transformers, and save"
     for given, options, said in (
         ("gpt2", {}, "not a local folder: fetch it with huggingface_hub.snapshot_download"),
         (tmp_path / "a.gguf", {}, convert),

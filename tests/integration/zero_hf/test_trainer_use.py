@@ -270,7 +270,7 @@ def test_a_second_stage_needs_an_output_folder_of_its_own(tmp_path):
     """For its durable steps, which would be those of the first."""
     zero = tiers(tmp_path)["nvme"] | {"durable": "process"}
     made, _ = train(Sharded, tmp_path / "first", zero=zero, max_steps=2)
-    with pytest.raises(ConfigError, match="give this run another output_dir"):
+    with pytest.raises(ConfigError, match="Give this run another output_dir. Or end the run"):
         train(Sharded, tmp_path / "first", made.model, zero=zero, max_steps=2)
     again, logs = train(Sharded, tmp_path / "second", made.model, zero=zero, max_steps=2)
     assert len(logs.losses) == 2

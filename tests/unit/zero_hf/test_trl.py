@@ -124,7 +124,7 @@ def test_turns_of_tools_are_refused_where_ranks_would_wait_for_each_other():
     two_ranks = SimpleNamespace(
         tools=[print], _zero_scattered=True, _zero_gathers=False, args=SimpleNamespace(world_size=2)
     )
-    with pytest.raises(zero_hf.ConfigError, match="tools with ds3_gather_for_generation=False"):
+    with pytest.raises(zero_hf.ConfigError, match="tools cannot be used with ds3_gather_for_generation=False"):
         ShardedTRL._generate(two_ranks, ["prompt"])
     for stage, ranks in ((0, 2), (3, 1)):  # each has the whole model
         whole = SimpleNamespace(zero_config=zero_hf.ZeroConfig(stage=stage), args=SimpleNamespace(world_size=ranks))

@@ -129,8 +129,8 @@ class Accelerator(AcceleratorCheckpoints):
             owners = list({id(names[i]): names[i] for i in ids if i in names}.values())
             if len(owners) > 1:
                 raise ZeroError(
-                    f"the {kind} trains parameters of {' and '.join(type(m).__name__ for m in owners)}: make an "
-                    "optimizer for each, or put the models into one nn.Module and prepare that"
+                    f"one {kind} trains several models, {' and '.join(type(m).__name__ for m in owners)}: make an "
+                    "optimizer for each model. Or put the models into one nn.Module, and prepare that module"
                 )
             if not owners:
                 continue
@@ -144,9 +144,9 @@ class Accelerator(AcceleratorCheckpoints):
                 )
             if known is not None and known.rounded is not None:
                 raise ZeroError(
-                    f"the {kind} trains a {type(owners[0]).__name__} that an earlier call prepared without it, and "
-                    f"then param_dtype={self.zero_config.param_dtype} rounded the {known.rounded} weights. Give both "
-                    "to one call, prepare(model, optimizer, ...). Or prepare the optimizer before the model"
+                    f"the {kind} comes too late: an earlier prepare() of the {type(owners[0]).__name__} alone rounded "
+                    f"its {known.rounded} weights to param_dtype={self.zero_config.param_dtype}. Give model and "
+                    "optimizer to one call, prepare(model, optimizer, ...). Or prepare the optimizer before the model"
                 )
             trained[id(owners[0])] = optimizer
         return trained

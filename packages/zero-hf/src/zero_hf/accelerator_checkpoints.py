@@ -160,7 +160,7 @@ class AcceleratorCheckpoints(accelerate.Accelerator):
             if loaded.extra["save"] != json.loads((folders[0] / _SAVED).read_text())["save"]:
                 raise CheckpointError(
                     f"{folder} and the other files of {folders[0]} are of different saves: a later save was "
-                    "interrupted, so neither is complete. Load another checkpoint, and save each to a new folder"
+                    "interrupted, so neither is complete. Load another checkpoint, and use a new folder for each save"
                 )
             self.step = loaded.extra["step"]  # a rank beyond those of the saved run has no file with it
 
@@ -186,7 +186,7 @@ class AcceleratorCheckpoints(accelerate.Accelerator):
                 why = f"lacks {', '.join(lacks)} of accelerate" if lacks else "this run has unsharded models"
                 raise CheckpointError(
                     f"{folder} has no {_SAVED} of zero_hf.Accelerator, and {why}. Give a folder "
-                    "that save_state(safe_serialization=True) saved with the same models prepared"
+                    "of save_state(safe_serialization=True), from a run that prepared the same models"
                 )
             return
         models = json.loads(saved.read_text())["models"]

@@ -103,8 +103,8 @@ def _config(adapter: Path) -> dict[str, Any]:
     init = str(config.get(key := "init_lora_weights", True)).lower()
     if init not in _BASE_UNCHANGED + _CHANGED_AGAIN:
         raise ConfigError(
-            f"{adapter} has {key}={init}. PEFT then changed the base weights before training, and the base folder has "
-            "the unchanged weights. Call merge_and_unload() and save_pretrained() on the trained model"
+            f"{adapter} has {key}={init}. For this, PEFT changed the base weights before training, but the base folder "
+            "has the original ones. Call merge_and_unload() and save_pretrained() on the trained PEFT model"
             f"{'' if init == 'loftq' else _AS_LORA}"
         )
     return {**{name: config.get(name, False) for name in _FORMULA}, key: init}

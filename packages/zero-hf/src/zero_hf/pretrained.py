@@ -132,9 +132,9 @@ def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
         )
     if gguf or not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"{folder} must hold config.json and *.safetensors, because other formats cannot be read in parts: call "
-            f"{cls.__name__}.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder), and "
-            "load another_folder"
+            f"{folder} must hold config.json and *.safetensors, because other formats cannot be read in parts. Convert "
+            f"the model once: call {cls.__name__}.from_pretrained(...) of transformers, and save the result with "
+            "zero_core.save_pretrained(model, another_folder). Then load another_folder"
         )
 
 
@@ -190,8 +190,8 @@ def _attach(
     if info.mismatched_keys and not ignore_mismatched_sizes:
         listed = "; ".join(f"{name}: file {file}, model {own}" for name, file, own in sorted(info.mismatched_keys))
         raise PretrainedError(
-            f"{folder} does not fit {type(model).__name__}: shapes differ: {listed}. Give the config that fits, or "
-            "ignore_mismatched_sizes=True to initialise them anew"
+            f"{folder} does not fit {type(model).__name__}: shapes differ: {listed}. Give the config that fits. Or "
+            "pass ignore_mismatched_sizes=True, which initialises these parameters anew"
         )
     if quantiser is not None:
         quantiser.fill(model, values)

@@ -76,7 +76,7 @@ class Run:
             return True
         try:
             if self._closed:
-                raise ZeroError("end() was called after close(), which freed the parameters: call end() first")
+                raise ZeroError("run.end() came after run.close(), which freed the parameters: call run.end() first")
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             zero_core.unshard(self.model)
@@ -173,7 +173,7 @@ def _refuse(
     if config.param_dtype == "fp16" and options.get("loss_scale") is None:
         raise ConfigError(
             'param_dtype: fp16 without a loss scale loses small gradients: pass loss_scale="dynamic" to zero_hf.shard, '
-            "and call run.optimizer.scale_loss(loss).backward(). Trainers and Accelerators scale no loss: write bf16"
+            "and call run.optimizer.scale_loss(loss).backward(). In a Trainer or Accelerator, write param_dtype: bf16"
         )
     if config.durable is not None and optimizer is not None and slab_name is None:
         raise ConfigError(
@@ -269,13 +269,13 @@ def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
     except (TypeError, ValueError) as error:
         reason = str(error)
     if config.states != "fp32":
-        raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reason}. Write states: fp32")
+        raise ConfigError(f"states={config.states!r} needs a kernel of zero-optim-cpu: {reason}. Write states: fp32")
     with suppress(TypeError, ValueError):
         return zero_offload.step_for(optimizer, zero_offload.TorchStep(), by_itself=config.offloads)
     if config.offloads:
         kept_states(optimizer, torch.device("cpu"))  # raises for one that does not run on the device either
         raise ConfigError(
-            f"{type(optimizer).__name__} has no update on the host: {reason}. Or write offload: none. {IN_A_TRAINER}"
+            f"{type(optimizer).__name__} has no update on the host: write offload: none. {IN_A_TRAINER}. Why: {reason}"
         )
     return None
 
@@ -308,8 +308,8 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
                 os.rmdir(path)
         if error.errno == errno.EBUSY and name is not None:
             raise ConfigError(
-                f"{str(error).partition(';')[0]}. Its name follows from output_dir: give this run another output_dir, "
-                "or end the run that has this one"
+                f"{str(error).partition(';')[0]}. The name of the slab follows from output_dir. Give this run "
+                "another output_dir. Or end the run that has this output_dir now"
             ) from error
         said = str(error).replace("allow_memory=True", "offload: host")
         how = "" if ";" in said else "; name a folder in an existing folder of a mounted drive"

@@ -193,5 +193,5 @@ def _load_weights(model: nn.Module, folder: str) -> bool:
 
 def _trained(run: Run | None) -> Run:
     if run is None or run.optimizer is None:
-        raise ConfigError("there are no optimizer states before train(): call train() first")
+        raise ConfigError("there are no optimizer states to save or load before train(): call train() first")
     return run

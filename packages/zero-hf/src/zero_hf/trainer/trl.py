@@ -126,8 +126,8 @@ class ShardedTRL(Trainer):
         turns = getattr(self, "tools", None) or getattr(self, "environment_factories", None)
         if turns and self._zero_scattered and not self._zero_gathers and self.args.world_size > 1:
             raise ConfigError(
-                "tools with ds3_gather_for_generation=False: ranks would take different numbers of turns, and wait for "
-                "each other forever. Set ds3_gather_for_generation=True, which gathers the model while it generates"
+                "tools cannot be used with ds3_gather_for_generation=False: a rank with more tool calls than others "
+                "would wait forever. Set ds3_gather_for_generation=True, which gathers the model while it generates"
             )
         with zero_core.gathered(self.model) if self._zero_gathers else nullcontext():
             inherited: Any = super()
