@@ -82,7 +82,7 @@ def test_a_disk_without_room_for_both_places_is_refused(tmp_path, monkeypatch):
     run = ("offload=nvme", "run.steps=2", "run.durable=power")
     free = placement.free_bytes
     monkeypatch.setattr(placement, "free_bytes", lambda folder: 2 << 20)
-    with pytest.raises(ConfigError, match=r"larger disk .* or set run.durable=null, which halves the room"):
+    with pytest.raises(ConfigError, match=r"larger disk .* Or set run.durable=null, which halves the room"):
         trained(tmp_path / "run", *run)
     assert not slabs(tmp_path)
     assert trained(tmp_path / "run", "offload=nvme", "run.steps=2", "run.durable=null").exit_code == 0

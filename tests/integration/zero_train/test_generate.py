@@ -78,7 +78,7 @@ def test_the_command_of_a_run_is_repeated_to_be_asked(saved, tmp_path, capsys):
     assert "has no config.yaml; set run.dir to the folder of a run" in said(capsys, *asked)[2]
     assert app.main([*command, f"run.dir={run}"]) == 0
     way = f"run.dir={run} run.export=true run.resume=auto"
-    assert f"repeat the run's command with {way} (without a checkpoint, this starts over)" in said(capsys, *asked)[2]
+    assert f"repeat the run's command with {way}. Without a checkpoint, the run starts over" in said(capsys, *asked)[2]
     assert app.main([*command, *way.split()]) == 0
     assert said(capsys, *asked)[0] == 0
 

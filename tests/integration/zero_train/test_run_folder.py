@@ -84,7 +84,7 @@ def test_folders_that_an_error_asks_for_are_taken(tmp_path):
         assert found(tmp_path / "new", "run.resume=auto") is None
 
 
-@pytest.mark.advice("was saved after step {}, and this run ends at {}; raise", ", or continue it after step")
+@pytest.mark.advice("was saved after step {}, and this run ends at {}; raise", ". Or continue that run after step")
 @pytest.mark.parametrize(
     ("changed", "differs"),
     [
@@ -106,7 +106,8 @@ def test_auto_does_not_continue_another_run_and_the_way_out_that_is_named_works(
     said = capsys.readouterr().err
     assert not asked or differs is None or ("holds another run" in said and differs in said), said
     way = re.search(
-        r", or continue it after step 4 with (?:(?:the new|its own) settings by )?(.+)$|; (raise run.steps)$", said
+        r"\. Or continue that run after step 4 with (?:(?:the new|its own) settings by )?(.+)$|; (raise run.steps)$",
+        said,
     )
     assert way, "no way out"
     assert app.main([*command, *(way[1] or "run.resume=auto run.steps=4").split()]) == 0
@@ -137,10 +138,12 @@ def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
 
 def test_an_earlier_checkpoint_is_continued_elsewhere_only(done, tmp_path):
     earlier = f"run.resume={done / 'checkpoints' / 'step_0000002'}"
-    with pytest.raises(ConfigError, match=r"holds a run already .*run\.dir=…, because run\.resume=\S+ is not its last"):
+    with pytest.raises(
+        ConfigError, match=r"holds a run already .*run\.dir=…, because run\.resume=\S+ is not the last c"
+    ):
         found(done, earlier)
     assert found(tmp_path / "other", earlier).step == 2
-    with pytest.raises(ConfigError, match="is not its last checkpoint"):
+    with pytest.raises(ConfigError, match="is not the last checkpoint of "):
         found(done, f"run.resume={shutil.copytree(done, tmp_path / 'twin')}")
 
 

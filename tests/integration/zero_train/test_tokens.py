@@ -132,7 +132,7 @@ def test_tokens_that_find_no_room_go_to_the_folder_that_is_named(tmp_path, reade
     words = [f"data.path={text(tmp_path)}", f"data.tokenizer={reader}", "data.sequence_length=16"]
     (tmp_path / "full").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
-    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME to another folder, or make room"):
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME to another folder. Or, if the disk is full, make room"):
         corpus(words)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert corpus(words).unit == "token"

@@ -74,7 +74,7 @@ def test_a_folder_that_an_error_asks_for_is_taken(saved, tmp_path):
         with pytest.raises(ConfigError, match=said):
             folders.local(wrong)
     assert folders.local(path) == tmp_path
-    with pytest.raises(ConfigError, match="fewer than the 256 values of a byte; name another model"):
+    with pytest.raises(ConfigError, match="100 tokens, but .* bytes, of 256 values; name another model"):
         causal_lm.build(saved(100), 16)
 
 

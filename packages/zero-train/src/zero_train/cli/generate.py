@@ -127,7 +127,7 @@ def _exported(folder: Path) -> Path:
     weights = folder / "pretrained"
     if not any((weights / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
-            f"run.dir={folder} has no exported model: the run did not end or had run.export=false; repeat the run's "
-            f"command with run.dir={folder} run.export=true run.resume=auto (without a checkpoint, this starts over)"
+            f"run.dir={folder} has no exported model: the run did not end, or had run.export=false; repeat the run's "
+            f"command with run.dir={folder} run.export=true run.resume=auto. Without a checkpoint, the run starts over"
         )
     return weights

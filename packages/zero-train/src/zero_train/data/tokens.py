@@ -63,8 +63,8 @@ def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None
             found.append(_mapped(path, path.stat().st_size // 4))
         except OSError as error:
             raise ConfigError(
-                f"cannot write the tokens of {name} to {cache}, 4 bytes a token: {error.strerror or error}; set "
-                "XDG_CACHE_HOME to another folder, or make room if the disk is full"
+                f"cannot write the tokens of the data ({name}) to {cache}: {error.strerror or error}; set "
+                "XDG_CACHE_HOME to another folder. Or, if the disk is full, make room: 4 bytes a token"
             ) from error
         finally:
             if partial.is_file():

@@ -158,8 +158,8 @@ def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:
     """Raises ConfigError if nothing says that this pretrained model's token numbers are byte values."""
     if vocabulary < 256:
         raise ConfigError(
-            f"model.path={folder} has a vocabulary of {vocabulary}, fewer than the 256 values of a byte; "
-            "name another model"
+            f"model.path={folder} has a vocabulary of {vocabulary} tokens, but zero-train feeds text as bytes, of 256 "
+            "values; name another model"
         )
     own = pretrained.tokenizer_files(folder)
     reason = f"has a tokenizer ({own[0].name})" if own else f"has a vocabulary of {vocabulary} tokens, not 256"

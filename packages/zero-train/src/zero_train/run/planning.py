@@ -329,5 +329,5 @@ def room(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int, there
             ways.append("set run.durable=null, which halves the room of trained values")
         raise ConfigError(
             f"{path} has {bytes_shown(free)} free, less than the run needs there: {bytes_shown(slab)} for slabs and "
-            f"{bytes_shown(new * each)} for {new} checkpoint{'s' * (new != 1)} at a time; {', or '.join(ways)}"
+            f"{bytes_shown(new * each)} for {new} checkpoint{'s' * (new != 1)} at a time; {'. Or '.join(ways)}"
         )

@@ -83,7 +83,7 @@ def found(config: Config) -> Checkpoint | None:
             )
         last = _newest(own)
         if not config.run.dry and (last is None or last.folder.resolve() != newest.folder.resolve()):
-            _free(own, f", because run.resume={newest.folder} is not its last checkpoint")
+            _free(own, f", because run.resume={newest.folder} is not the last checkpoint of {own}")
     if differ := {key: pair for key, pair in identity(_saved(newest), config).items() if _among(key, ("model",))}:
         raise ConfigError(
             f"run.resume: {newest.folder} was saved with {listed(differ)}; set {back(differ)}, or leave run.resume "
@@ -198,7 +198,7 @@ def _way(folder: Path, config: Config) -> str:
     else:
         how = f"with {'its own settings by ' if differ else ''}run.resume=auto {back(differ)}".rstrip()
     more = f" run.steps={newest.step}" if newest.step > config.run.steps else ""
-    return f", or continue it after step {newest.step} {how}{more}"
+    return f". Or continue that run after step {newest.step} {how}{more}"
 
 
 def _saved(checkpoint: Checkpoint) -> DictConfig | None:

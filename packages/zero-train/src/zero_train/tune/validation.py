@@ -94,8 +94,8 @@ def mean_loss(
     total, count, right = (ranks.sum(value) for value in (total, count, right))
     if not count:
         raise ConfigError(
-            f"there is no validation loss: none of the {len(rows):,} validation rows has a trained token within "
-            "data.sequence_length; raise data.sequence_length, or take more rows with run.evaluate_batches=null"
+            f"there is no validation loss: none of the {len(rows):,} validation rows has a token to learn in its "
+            "first data.sequence_length tokens; raise that length. Or take more rows with run.evaluate_batches=null"
         )
     if scores:
         trainer._metrics["eval"]["accuracy"] = [right / count]  # TRL logs the mean of this list
