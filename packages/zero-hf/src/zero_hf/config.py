@@ -108,9 +108,7 @@ class ZeroConfig:
             if set(re.findall(r"{.*?}", path)) - {"{local_rank}"}:
                 raise ConfigError(f"nvme_paths has {path!r}: the only placeholder is {{local_rank}}")
         if self.on_nvme and not self.nvme_paths:
-            raise ConfigError(
-                'nvme_paths is empty and something is kept on "nvme": name a folder on your fastest drive'
-            )
+            raise ConfigError('nvme_paths is empty, but something is on "nvme": name a folder on your fastest drive')
         if self.durable is not None and not (self.offloads and self.nvme_paths):
             lacks = "nvme_paths is empty" if self.offloads else "nothing is offloaded"
             raise ConfigError(

@@ -139,9 +139,7 @@ class _Sharded(Trainer):
     def _zero_follow_deepspeed(self) -> None:
         """Takes stage, tiers, precision and clipping from the arguments' `deepspeed`, as transformers does."""
         if self._zero_said:
-            raise ConfigError(
-                "deepspeed= of the arguments and zero= (or ZERO_HF_CONFIG) both set the ZeRO stage: leave one out"
-            )
+            raise ConfigError("deepspeed= and zero= (or ZERO_HF_CONFIG) both set the ZeRO stage: leave one out")
         found = self._zero_translation = self._zero_translated(with_schedule=False)
         self.zero_config = found.zero
         self.args.mixed_precision = "no"  # DeepSpeed computes in parameters of that dtype, not under autocast
