@@ -55,19 +55,27 @@ def test_collectives_of_equal_shards_alone_are_refused(stage: int) -> None:
         step_once(zero_core.shard(model, given(model.named_parameters()), collectives=EqualRows, **options), model)
 
 
-@pytest.mark.advice("Merge the elementwise ones into one, with a group for each rate")
+@pytest.mark.advice(
+    "Merge the elementwise ones into one, with a group for each rate", 'pass optimizer_contract="by itself"'
+)
+@pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.promise("muon-refused")
-def test_two_elementwise_optimizers_are_refused_on_tiers() -> None:
+def test_two_elementwise_optimizers_are_refused_on_tiers(beside: bool) -> None:
+    """Beside Muon, and alone."""
     model = built()
     muon, rest = pair(model.named_parameters())
-    (group,) = rest.param_groups
-    first, *others = group["params"]
-    three = [muon, torch.optim.AdamW(others), torch.optim.SGD([first], lr=0.1)]
-    with pytest.raises(TypeError, match="AdamW and SGD beside .* cannot be updated on tiers: next to an optimizer"):
-        zero_core.shard(model, three, store=TieredStore())
-    muon, _ = pair(model.named_parameters())
+    first, *others = (rest if beside else adamw(model.named_parameters())).param_groups[0]["params"]
+    given = [*([muon] if beside else []), torch.optim.AdamW(others), torch.optim.SGD([first], lr=0.1)]
+    with pytest.raises(
+        TypeError, match="^AdamW and SGD cannot be updated on tiers together, which take one elementwise"
+    ):
+        zero_core.shard(model, given, store=TieredStore())
+    step_once(zero_core.shard(model, given, store=TieredStore(), optimizer_contract="by itself"), model)
+    model = built()
+    muon, rest = pair(model.named_parameters())
+    first, *others = (rest if beside else adamw(model.named_parameters())).param_groups[0]["params"]
     one = torch.optim.AdamW([{"params": others}, {"params": [first], "lr": 0.1}])
-    step_once(zero_core.shard(model, [muon, one], store=TieredStore()), model)
+    step_once(zero_core.shard(model, [muon, one] if beside else one, store=TieredStore()), model)
 
 
 @pytest.mark.advice("give it torch.optim.Optimizers, each over")

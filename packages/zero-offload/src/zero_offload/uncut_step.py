@@ -54,7 +54,7 @@ def step_for(optimizer: torch.optim.Optimizer, step: UpdateStep, *, by_itself: b
                 step.bind(member)
             except (TypeError, ValueError):
                 core.declare(member, core.BY_ITSELF)
-    if not isinstance(step, UncutStep) and core.uncut_groups(optimizer):
+    if not isinstance(step, UncutStep) and (core.uncut_groups(optimizer) or len(core.members_of(optimizer)) > 1):
         step = UncutStep(step)
     step.bind(optimizer)
     return step
@@ -130,9 +130,9 @@ class UncutStep:
                 elementwise.append(member)
         if len(elementwise) > 1:
             raise TypeError(
-                f"{kind_of(JointOptimizer(*elementwise))} beside {kind_of(optimizer)} cannot be updated on tiers: next "
-                "to an optimizer that needs whole parameters, as Muon does, they take one elementwise optimizer. Merge "
-                "the elementwise ones into one, with a group for each rate"
+                f"{kind_of(JointOptimizer(*elementwise))} cannot be updated on tiers together, which take one "
+                "elementwise optimizer. Merge the elementwise ones into one, with a group for each rate. Or pass "
+                'optimizer_contract="by itself" to zero_core.shard'
             )
         self.elementwise = elementwise[0] if elementwise else None
         if elementwise:
