@@ -94,15 +94,19 @@ def test_a_step_with_the_averages_swapped_in_is_told_and_so_is_a_second_swap(tmp
     optimizer = zero_core.shard(model, optimizer)
     ours = zero_core.AveragedModel(model)
     ours.update_parameters()
-    with ours.swapped_in(), pytest.raises(ZeroError, match="the averages: leave the with block"):
+    with (
+        ours.swapped_in(),
+        pytest.raises(ZeroError, match=r"inside its swapped_in\(\): leave the with block"),
+    ):
         ours.update_parameters()
     ours.update_parameters()  # as the error says
     ours.save(tmp_path)
-    with pytest.raises(ZeroError, match=r"the averages: AveragedModel.load\(folder\) restores"), ours.swapped_in():
+    told = r"trained the averages. Call step\(\) outside of the with block. AveragedModel.load\(folder\) restores"
+    with pytest.raises(ZeroError, match=told), ours.swapped_in():
         kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
     ours.load(tmp_path)
     assert ours.n_averaged == 2
-    with pytest.raises(ZeroError, match=r"not the model given to AveragedModel\(\): pass that model"):
+    with pytest.raises(ZeroError, match=r"another model than AveragedModel\(\) did: give both the same"):
         ours.update_parameters(Model())
     ours.update_parameters(model)  # as the error says
     with pytest.raises(ZeroError, match="not both"):

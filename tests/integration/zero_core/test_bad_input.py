@@ -89,7 +89,7 @@ def test_parameters_that_a_float32_master_cannot_hold():
     zero_core.shard(model, toys.sgd(model.parameters()), param_dtype=torch.float32)
     turning = toys.Stack()
     turning.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(UnsupportedOptimizerError, match=r"of torch.complex64, .*: give them to a second optimizer"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"of torch.complex64, .*: give these to a second optimizer"):
         zero_core.shard(turning, toys.sgd(turning.parameters()))
     zero_core.shard(turning, toys.sgd(p for p in turning.parameters() if not p.is_complex()))
 
@@ -149,7 +149,7 @@ def test_the_optimizer_that_was_given_says_that_another_took_its_place(call):
 
 
 @pytest.mark.promise("optimizer-methods")
-@pytest.mark.advice("returned instead")
+@pytest.mark.advice("of the optimizer that zero_core.shard returned")
 @pytest.mark.parametrize("wrap", [lambda new, old: new, lambda new, old: functools.wraps(old.__func__)(new)])
 def test_a_replaced_step_is_refused_and_runs_on_the_returned_optimizer(wrap):
     """It was left out in silence. A scheduler's own replacement is none."""
@@ -169,7 +169,7 @@ def test_a_replaced_step_is_refused_and_runs_on_the_returned_optimizer(wrap):
     for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
         given = torch.optim.SGD(model.parameters(), lr=0.1)
         setattr(given, name, wrap(lambda *_: None, getattr(given, name)))
-        told = rf"{name}\(\) of this SGD was replaced .*assign {name} of the optimizer that zero_core.shard returned"
+        told = rf"{name}\(\) of this SGD was replaced .*to {name} of the optimizer that zero_core.shard returned"
         for optimizer in (given, zero_core.JointOptimizer(given)):
             with pytest.raises(UnsupportedOptimizerError, match=told):
                 zero_core.shard(model, optimizer)
@@ -710,7 +710,7 @@ def test_a_torchscript_module_without_parameters_is_a_part_like_any_other():
     toys.train(lambda: scripted(lambda: nn.Sequential(toys.Block(), torch.jit.script(nn.Tanh()))), steps=2)
 
 
-@pytest.mark.advice("or script a plain model that loads")
+@pytest.mark.advice("Or script a plain model that loads")
 @pytest.mark.promise("torchscript")
 @pytest.mark.parametrize("path", ["", "blocks.1", "head", "blocks.1.up"])
 def test_a_sharded_module_is_not_compiled_to_torchscript(path):

@@ -213,7 +213,7 @@ def test_parameters_that_are_looked_up_become_a_group():
         return net, optimizer
 
     net, optimizer = made(False)
-    with advised("by an option of a parameter group, which step() reads from self.param_groups"):
+    with advised("mark parameters by an option of their group, as", "which step() reads in self.param_groups"):
         zero_core.shard(net, optimizer)
     step(net, optimizer)
     grouped, optimizer = made(True)
@@ -322,7 +322,7 @@ def test_a_state_is_written_with_the_options_that_keep_it():
     net, optimizer = made(0.0)
     step(net, optimizer)
     values = torch.ones(1, 4)
-    with advised("give the group the options with which the values were saved"):
+    with advised("give the group the options it was saved with"):
         set_full_state(net[2].weight, "momentum_buffer", values)
     net, optimizer = made(0.9)
     step(net, optimizer)

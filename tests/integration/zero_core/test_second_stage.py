@@ -105,7 +105,7 @@ def test_without_room_for_the_whole_model_it_stays_in_its_shards(size: int) -> N
         patch.setattr("zero_core.api.shard.available_bytes", lambda device: room)
         with pytest.raises(ZeroError, match="unshard.. needs [0-9,]+ bytes on cpu"):
             zero_core.unshard(model)
-    with pytest.raises(ZeroError, match="device=meta, which has no values: name a device with memory"):
+    with pytest.raises(ZeroError, match="device=meta, which has no memory: name another device"):
         zero_core.unshard(model, device="meta")
     train(model, optimizer)
 
@@ -146,7 +146,7 @@ def test_gradients_that_wait_are_not_lost() -> None:
     model, optimizer = kit.sharded(toys.Stack, stage=1)
     (model(batch()) if kit.world()[0] == 0 else model(batch()) * 0).sum().backward()
     for call in (zero_core.unshard, again):
-        with pytest.raises(ZeroError, match="have gradients .* would lose: before it, call step"):
+        with pytest.raises(ZeroError, match=r"have gradients .* would lose: before .*, call step"):
             call(model)
     optimizer.step()  # without zero_grad(): nothing waits
     zero_core.unshard(model)

@@ -166,7 +166,7 @@ REFUSED = [
      "del model.b.weight; model.b.weight = model.a.weight.detach()"),
     (tied_part, r"b.weight \(7, 8\) and a.bias \(8,\) .* keep one parameter, and index it in forward", ""),
     (does("net.a.weight.data, net.b.weight.data = torch.ones(WIDTH, 2 * WIDTH).chunk(2, dim=1)"),
-     r"b.weight \(8, 8\) and a.weight .* give one memory of its own", COPY),
+     r"b.weight \(8, 8\) and a.weight .* give b.weight memory of its own", COPY),
     (does("net.w = net.a.weight.data[2:7]"),
      r"the Tensor 'w' \(5, 8\) of .* memory with a.weight .* forward\(\) can index it", "del model.w"),
     (does("net.w = net.a.weight.data.t()"), r"the Tensor 'w' \(8, 8\) of .* shares memory with a.weight", ""),

@@ -197,14 +197,14 @@ def test_masters_of_16_bit_parameters_are_stepped_together():
 
 
 @pytest.mark.advice(
-    "use one rank or stage=0, in both cases without store=",
+    "Use one rank or stage=0, without store=",
     "options with which step() draws none, or another optimizer",
 )
 @kit.on_ranks(2)
 def test_shards_of_several_ranks_are_refused_and_a_contract_helps():
     with pytest.raises(UnsupportedOptimizerError, match="Noise has drawn random numbers in step"):
         train(*sharded(Noise, stage=0), last=1)
-    with pytest.raises(UnsupportedOptimizerError, match=r"Norm has no .*say shard\(optimizer_contract="):
+    with pytest.raises(UnsupportedOptimizerError, match=r"Norm has no .*what step\(\) does: optimizer_contract="):
         sharded(Norm, stage=2)
     with pytest.raises(UnsupportedOptimizerError, match=r"='together'.*Or use an optimizer that steps"):
         sharded(Norm, stage=3, optimizer_contract="together")

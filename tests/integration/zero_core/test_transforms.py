@@ -140,7 +140,7 @@ def test_a_compiled_loss_of_a_parameter_after_a_forward():
 def test_what_would_keep_parameters_without_memory_is_refused():
     model = kit.sharded(toys.Stack, toys.sgd)[0]
     x = toys.data(0, 0)
-    with pytest.raises(ZeroError, match="cannot be traced, exported or run .* or with a plain model"):
+    with pytest.raises(ZeroError, match="be traced, exported or run .* or with a plain model that loads this one's"):
         torch.jit.trace(model, (x,))
     plain = toys.Stack()
     plain.load_state_dict(model.state_dict())
@@ -149,7 +149,7 @@ def test_what_would_keep_parameters_without_memory_is_refused():
         func.linearize(model, x)
     with pytest.raises(ZeroError, match="a sharded model|use `with zero_core.gathered"):
         torch.export.export(model, (x,))
-    told = r"To torch.func.functional_call, pass plain tensors: \{name: parameter.detach"
+    told = r"For torch.func.functional_call, pass plain tensors: \{name: parameter.detach"
     with pytest.raises(ChangedParameterError, match=told):
         functional_call(model, dict(toys.Stack().named_parameters()), (x,))
     with pytest.raises(Exception, match="leave fullgraph=True out, or compile the blocks"):

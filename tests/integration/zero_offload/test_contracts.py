@@ -307,7 +307,7 @@ class Odd(Alone):
         (
             Alone,
             {"optimizer_contract": "alone"},
-            r"optimizer_contract='alone' of optimizer Alone must be one of \('elementwise'",
+            "optimizer_contract='alone' of optimizer Alone is unknown. It must be 'elementwise'",
         ),
         (Alone, {"update_in_backward": True}, "Alone is not: leave update_in_backward out"),
     ],

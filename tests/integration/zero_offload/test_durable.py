@@ -294,7 +294,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     with pytest.raises(ZeroError, match="resume\\(\\) was already called: call it once, after"):
         zero_core.resume(model, optimizer)
     kit.step(optimizer, model(torch.zeros(2, 24)).sum())
-    with pytest.raises(ZeroError, match=r"\['extra'\] is of type object. Only numbers, .*give its contents"):
+    with pytest.raises(ZeroError, match=r"\['extra'\] is of type object. Only numbers, .*give what the object holds"):
         model(torch.zeros(2, 24))
     given[0] = {"position": 1}
     kit.step(optimizer, model(torch.zeros(2, 24)).sum())
@@ -314,7 +314,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     image = (tmp_path / "run.slab").read_bytes()
     anew = r"use its model and settings\. .* give the slab another name, or delete it with slab.remove\(\)"
     setting = rf"another model or other settings \(.*trained elements: 2016, now 992.*{anew}"
-    scheduled = r"scheduler= given .*: True in .* now\. Start the run as it was, or call remove\(\) of its Slab"
+    scheduled = r"given scheduler=: True in .* now\. Change your program back. Or, .* call remove\(\) of the Slab"
     for error, told, mistake in (
         (GenerationError, setting, {"frozen": True}),
         (GenerationError, r"\(optimizer: SGD, now Adam; .*use its model and settings", {"build": torch.optim.Adam}),

@@ -85,7 +85,7 @@ def test_what_a_shard_cannot_keep_is_refused(build, told):
         kept_states(build(), CPU)
 
 
-@pytest.mark.advice("An elementwise optimizer may keep only numbers, and tensors")
+@pytest.mark.advice("may have only numbers, and tensors of the shape of p")
 def test_states_of_other_shapes_are_refused_of_an_elementwise_one_and_kept_of_one_by_itself():
     def rows(self, p, gradient, group):
         self.state[p]["rows"] = torch.zeros(3)

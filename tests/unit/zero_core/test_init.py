@@ -272,7 +272,7 @@ def test_a_deferred_model_is_written_inside_the_context_or_after_shard():
     assert torch.equal(inside[0].weight.detach(), after[0].weight.detach())
 
 
-@pytest.mark.advice("use a clone() made outside the block")
+@pytest.mark.advice("use a clone() made before the block")
 @pytest.mark.promise("deferred-read-changed")
 @pytest.mark.parametrize("real", [torch.ones(3, 3), nn.Linear(3, 3).weight])  # the second was written once already
 def test_values_read_from_a_real_tensor_are_those_it_had(real) -> None:
@@ -287,5 +287,5 @@ def test_values_read_from_a_real_tensor_are_those_it_had(real) -> None:
         late.load_state_dict({"weight": real})
     with torch.no_grad():
         real.zero_()
-    with pytest.raises(DeferredInitError, match=r"read a tensor of shape \(3, 3\) that was changed later"):
+    with pytest.raises(DeferredInitError, match=r"read a tensor of shape \(3, 3\) that was changed before shard\(\)"):
         zero_core.materialise(late)

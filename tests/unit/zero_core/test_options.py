@@ -120,7 +120,7 @@ def test_a_group_whose_parameters_change_is_refused_before_the_step(change, grou
         assert not torch.equal(kit.values(model)[0], values)
 
 
-@pytest.mark.advice("update the shards: leave")
+@pytest.mark.advice("copies of the optimizer, with the earlier {}: remove the assignment")
 @pytest.mark.parametrize("whose", ["returned", "given", "joint"])
 @pytest.mark.parametrize(
     "groups", [lambda groups: groups[::-1], lambda groups: groups[:1], lambda groups: [dict(each) for each in groups]]
@@ -133,7 +133,7 @@ def test_other_groups_are_not_assigned_in_silence(groups, whose):
     optimizer = zero_core.shard(model, given)
     train(model, optimizer, {}, steps=1)
     values = kit.values(model)[0]
-    told = "param_groups of optimizer SGD.* assigned after.* the shards: leave .* write into a dict of it, as optimizer"
+    told = "param_groups of optimizer SGD.* assigned after.* remove the .* write into a dict of it, as optimizer"
     with pytest.raises(UnsupportedOptimizerError, match=told):
         if whose == "joint":
             optimizer.param_groups[:] = groups(optimizer.param_groups)

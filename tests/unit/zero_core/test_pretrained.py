@@ -205,7 +205,7 @@ def test_tiled_linears_take_and_give_the_whole_layers_weights(deferred: bool, tm
     same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), source)
 
 
-@pytest.mark.advice("pass rename= where names differ, or strict=False", "build it as it was saved")
+@pytest.mark.advice("pass rename= where names differ, or strict=False", "build the model as saved")
 def test_misfits_are_reported_by_name(tmp_path: Path) -> None:
     save_pretrained(nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 2)}), tmp_path)
     other = nn.ModuleDict({"a": nn.Linear(3, 2), "c": nn.Linear(2, 2)})
@@ -256,6 +256,6 @@ def test_a_full_disk_is_told_with_figures_and_leaves_what_was_there(tmp_path, mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(PretrainedError, match=r"No space left.* take 16,640 bytes, where [\d,]+ bytes are free"):
+    with pytest.raises(PretrainedError, match=r"No space left.* take 16,640 bytes, and [\d,]+ bytes are free there"):
         save_pretrained(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -109,24 +109,24 @@ def test_an_index_that_is_damaged_or_names_two_files_for_a_tensor_is_fetched_aga
     assert safetensors.open_index(tmp_path)["a"].path.name == "one.safetensors"
 
 
-@pytest.mark.advice("copy it there, or correct the index", "fetch all again")
+@pytest.mark.advice("copy the file there, or correct the index", "fetch all files again")
 def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:
     save_file({"a": TENSORS["a"]}, tmp_path / "one.safetensors")
     index = tmp_path / safetensors.INDEX_NAME
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    with pytest.raises(PretrainedError, match="names two.safetensors, not a file of its own folder: copy it there"):
+    with pytest.raises(PretrainedError, match="names two.safetensors, no file in its folder: copy the file there"):
         safetensors.open_index(tmp_path)
     save_file({"b": TENSORS["b"]}, tmp_path / "two.safetensors")
     assert set(safetensors.open_index(tmp_path)) == {"a", "b"}
-    lacks = r"lists tensors its files lack \(lost\).*fetch all again"
-    outside = "names ../one.safetensors, not a file of its own folder"
+    lacks = r"lists tensors that its files lack, \['lost'\]: fetch all files again"
+    outside = "names ../one.safetensors, no file in its folder"
     for name, file, told in (("lost", "one.safetensors", lacks), ("a", "../one.safetensors", outside)):
         index.write_text(json.dumps({"weight_map": {name: file}}))
         with pytest.raises(PretrainedError, match=told):
             safetensors.open_index(tmp_path)
 
 
-@pytest.mark.advice("tensor {} ends at {}: fetch it again")
+@pytest.mark.advice("bytes, {} ends at {}: fetch it again")
 @pytest.mark.parametrize("keep", [0, 5, 40, -1])
 def test_a_file_cut_short_is_named(folder: Path, keep: int) -> None:
     path = folder / "model.safetensors"

@@ -275,9 +275,9 @@ class Handover:
                 store.close()
         if lost:
             told = (
-                f"shard() failed after it had moved {listed(lost, most=4)} into the store. On this rank their values "
-                "are lost, and they are on the meta device. Build the model again before the next shard(). A model "
-                "that is built in deferred_init() does not lose its values"
+                f"shard() failed after it had moved parameters ({listed(lost, most=4)}) into the store. On this rank "
+                "the values of these parameters are lost. Build the model again before the next shard(). A model that "
+                "was built in zero_core.deferred_init() keeps its values in such a case"
             )
             if isinstance(error, Exception):
                 raise StoreError(f"{told}. The failure: {type(error).__name__}: {error}") from error

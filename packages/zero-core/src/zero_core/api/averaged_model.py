@@ -103,7 +103,10 @@ class AveragedModel:
         try:
             yield self._handle.model
             if self._handle.optimizer.step_count != self._steps:
-                raise ZeroError("step() in swapped_in() trained the averages: AveragedModel.load(folder) restores them")
+                raise ZeroError(
+                    "step() inside AveragedModel.swapped_in() trained the averages. Call step() outside of the with "
+                    "block. AveragedModel.load(folder) restores averages that AveragedModel.save(folder) wrote"
+                )
         finally:
             self._steps = None
             self._handle.settle()
@@ -143,9 +146,9 @@ class AveragedModel:
 
     def _check(self, model: nn.Module | None) -> None:
         if model is not None and model is not self._handle.model:
-            raise ZeroError(f"this {type(model).__name__} is not the model given to AveragedModel(): pass that model")
+            raise ZeroError("update_parameters() got another model than AveragedModel() did: give both the same")
         if self._steps is not None:
-            raise ZeroError("inside AveragedModel.swapped_in() the model has the averages: leave the with block first")
+            raise ZeroError("an AveragedModel cannot be used inside its swapped_in(): leave the with block first")
         self._handle.settle()
 
     def _pieces(self) -> Iterator[tuple[int, Any, int, int]]:

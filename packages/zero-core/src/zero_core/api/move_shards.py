@@ -113,8 +113,8 @@ class Earlier:
         if self._given_up:
             return (
                 f"{self._call}() failed, and the model is in its earlier shards, with all values. The optimizer states "
-                f"of {len(self._given_up)} of {len(engine.units)} units were reset. 16-bit parameters that were not "
-                f"to be trained any more have lost the extra precision of their fp32 masters.{others}{again}"
+                f"of {len(self._given_up)} of {len(engine.units)} units were reset. 16-bit parameters that the new "
+                f"optimizer does not train have lost the extra precision of their fp32 masters.{others}{again}"
             )
         told = f"{self._call}() failed, and on this rank the model is in its earlier shards, with all values.{others}"
         return told if others else ""
@@ -154,8 +154,8 @@ class Earlier:
         if engine.ranks.anywhere([bool(lost)], self._call)[0]:
             whose = listed(list(dict.fromkeys(lost))) if lost else "on another rank"
             raise ZeroError(
-                f"parameters have gradients ({whose}), which {self._call}() would lose: before it, call "
-                "step() of their optimizer, or model.zero_grad()"
+                f"parameters have gradients ({whose}), which {self._call}() would lose: before "
+                f"{self._call}(), call step() of their optimizer, or model.zero_grad()"
             )
 
     def _go_back(self, engine: Engine) -> None:

@@ -123,9 +123,8 @@ class _Run:
                 dist.all_gather_object(pairs, pairs[0])
         if (other := next((rank for rank, (found, _) in enumerate(pairs) if found != pairs[0][0]), None)) is not None:
             raise CheckpointError(
-                f"ranks 0 and {other} have durable steps of different runs. This happens if a drive was missing while "
-                "the other ranks continued from a checkpoint: remove the slabs of all ranks to go on from the last "
-                "checkpoint"
+                f"ranks 0 and {other} have durable steps of different runs. Perhaps a drive was missing while other "
+                "ranks continued from a checkpoint: remove the slabs of all ranks to go on from the last checkpoint"
             )
         self._life = pairs[0][0] or pairs[0][1]
 
@@ -154,15 +153,15 @@ class _Run:
             raise CheckpointError(f"the run has format {run['format']}; this zero-core reads up to {FORMAT}")
         optimizer, scale = self._handle.optimizer, self._handle.engine.loss_scale
         for what, mine, there in (
-            ("scheduler= given to resume()", self._scheduler is not None, run["scheduler"] is not None),
-            ("loss_scale= given to shard()", scale is not None, run["loss_scale"] is not None),
+            ("whether resume() is given scheduler=", self._scheduler is not None, run["scheduler"] is not None),
+            ("whether shard() is given loss_scale=", scale is not None, run["loss_scale"] is not None),
             ("groups", [g["params"] for g in match.named_groups(self._handle)], [g["params"] for g in run["groups"]]),
             ("buffers", _shapes(dict(self._buffers())), _shapes(run["buffers"])),
         ):
             if mine != there:
                 raise CheckpointError(
-                    f"{what}: {_short(there)} in the run on disk, {_short(mine)} now. Start the run as it was, or "
-                    "call remove() of its Slab to begin a new run"
+                    f"{what}: {_short(there)} in the run on disk, {_short(mine)} now. Change your program "
+                    "back. Or, to begin a new run, call remove() of the Slab"
                 )
         for name, buffer in self._buffers():
             buffer.copy_(run["buffers"][name])

@@ -271,7 +271,7 @@ def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
     found = handle(model)
     where = torch.device(device) if device is not None else found.ranks.device
     if where.type == "meta":
-        raise ZeroError("unshard() with device=meta, which has no values: name a device with memory, or leave it out")
+        raise ZeroError("unshard() with device=meta, which has no memory: name another device, or leave device= out")
     over = "because zero_core.unshard removed them: build a plain torch optimizer, and run the forward again"
     with torch.inference_mode(False), torch.no_grad(), Earlier(model, "unshard", over):
         _check_room(found.ranks, sum(unit.nbytes for unit in found.units), where)

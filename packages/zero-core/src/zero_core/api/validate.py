@@ -38,8 +38,8 @@ def check_given(
     for name, module in model.named_modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise ZeroError(
-                f"{f'module {name!r}' if name else 'the model'} is a {type(module).__name__}, which copies or averages "
-                "over ranks itself: give zero_core.shard the module inside (.module), and leave the wrapper out"
+                f"{f'module {name!r}' if name else 'the model'} is a {type(module).__name__}, whose work "
+                "zero_core.shard does: give zero_core.shard the module inside (.module), and leave the wrapper out"
             )
     if stage not in STAGES:
         raise StageError(f"stage={stage!r}: give the number of a stage of ZeRO: 0, 1, 2 or 3")
@@ -57,7 +57,7 @@ def check_given(
         if method is not getattr(type(each), name):
             raise UnsupportedOptimizerError(
                 f"{name}() of this {type(each).__name__} was replaced by another function, which zero_core.shard would "
-                f"leave out: assign {name} of the optimizer that zero_core.shard returned instead"
+                f"leave out: assign the function to {name} of the optimizer that zero_core.shard returned"
             )
     held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, Optimizer))
     if (wrapped := next(held, None)) is not None:
@@ -99,7 +99,7 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, param_dtype: torch
     if odd := [p.dtype for p in trained if not p.is_floating_point()]:
         raise UnsupportedOptimizerError(
             f"the optimizer trains parameters of {odd[0]}, and shards are trained in float32, bfloat16 or float16: "
-            "give them to a second optimizer, which is not passed to shard()"
+            "give these to a second optimizer, which is not passed to shard()"
         )
     for name, parameter in plain:
         wanted = getattr(parameter, "grad_dtype", parameter.dtype)
@@ -111,8 +111,8 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, param_dtype: torch
     for name, parameter in model.named_parameters():
         if id(parameter) in ids and param_dtype is None and parameter.dtype not in FLOATS:
             raise StageError(
-                f"{name} is {parameter.dtype}, and shards keep a float32 master: cast the model to float32, bfloat16 "
-                "or float16, or pass param_dtype=torch.float32"
+                f"{name} is {parameter.dtype}, which a float32 master would round: cast the model to float32, "
+                "bfloat16 or float16. Or pass param_dtype=torch.float32"
             )
         if parameter.is_quantized:
             raise ZeroError(

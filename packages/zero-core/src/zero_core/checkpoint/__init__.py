@@ -274,7 +274,7 @@ def _unwrapped(written: Path | None = None) -> Iterator[None]:
         rank, (error, _) = min(summary.failures.items())
         if isinstance(error, ZeroError):
             raise error from None
-        where = f"write {written}, {room(written)}" if written else "read the checkpoint"
+        where = f"write {written} ({room(written)})" if written else "read the checkpoint"
         way = ". Name another folder. Or make room, if the disk is full" if written else ""
         raise CheckpointError(f"rank {rank} could not {where}: {type(error).__name__}: {error}{way}") from error
 

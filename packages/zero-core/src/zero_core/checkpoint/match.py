@@ -154,11 +154,11 @@ class Finder:
         absent = [n for n in self._absent if not any(clean_name(name) in left_out for name in n.names)]
         others = [f"{n} (saved {s}, here {mine.get(n, 'none')})" for n, s in left_out.items() if mine.get(n) != s]
         complaints = _told(("missing from the checkpoint", self._names_of(absent)))
-        complaints += _told(("parameters that were frozen when it was saved have another shape here", others))
+        complaints += _told(("parameters that were frozen at save() have another shape here", others))
         if complaints:
             raise CheckpointError(
-                f"{self._folder} is of another model: {' | '.join(complaints)}; build the model as it was saved, with "
-                "the same parameters trained"
+                f"{self._folder} is of another model: {' | '.join(complaints)}; build the model as it was at "
+                "save(): with the same shapes, and the same parameters frozen"
             )
 
     def _check_options(self, everything: Iterable[str], shapes: Container[str]) -> None:

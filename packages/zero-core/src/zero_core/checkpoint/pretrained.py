@@ -92,7 +92,7 @@ def load_pretrained(
         complaints += [f"missing from the files: {', '.join(found.missing)}"] if found.missing else []
         complaints += [f"not in the model: {', '.join(found.unexpected)}"] if found.unexpected else []
     if complaints:
-        told = f"{folder} does not fit {type(model).__name__}: {' | '.join(complaints)}; build it as it was saved"
+        told = f"{folder} does not fit {type(model).__name__}: {' | '.join(complaints)}; build the model as saved"
         names = ", or pass rename= where names differ, or strict=False to load only the names that both have"
         raise PretrainedError(told + names * (len(complaints) > bool(found.mismatched)))
     tensors = named_tensors(model)
@@ -227,7 +227,7 @@ def _complete(folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> Iterato
         for name in files:
             (folder / f"{name}.partial").unlink(missing_ok=True)
         raise PretrainedError(
-            f"save_pretrained into {folder}: {error}; the weights take {needed:,} bytes, {room(folder)}. "
+            f"save_pretrained into {folder}: {error}; the weights take {needed:,} bytes, and {room(folder)}. "
             "Earlier files are unchanged: make room, or name another folder"
         ) from error
 

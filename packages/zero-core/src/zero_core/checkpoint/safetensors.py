@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     for name, entry in entries.items():
         if entry.start_bytes + entry.nbytes > size:
             wanted = entry.start_bytes + entry.nbytes
-            raise PretrainedError(f"{path} is cut short: {size} bytes, tensor {name} ends at {wanted}: fetch it again")
+            raise PretrainedError(f"{path} is cut short: {size} bytes, {name!r} ends at {wanted}: fetch it again")
     return entries
 
 
@@ -156,11 +156,11 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
     files = sorted(set(weight_map.values()))
     if absent := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
         raise PretrainedError(
-            f"{index_path} names {', '.join(absent)}, not a file of its own folder: copy it there, or correct the index"
+            f"{index_path} names {', '.join(absent)}, no file in its folder: copy the file there, or correct the index"
         )
     headers = {f: read_header(folder / f) for f in files}
     if lost := [n for n, f in weight_map.items() if n not in headers[f]]:
-        raise PretrainedError(f"{index_path} lists tensors its files lack ({', '.join(lost[:8])}): fetch all again")
+        raise PretrainedError(f"{index_path} lists tensors that its files lack, {lost[:8]}: fetch all files again")
     return {n: headers[f][n] for n, f in weight_map.items()}
 
 
@@ -203,9 +203,9 @@ def _close_all(files: dict[Path, io.FileIO]) -> None:
 def room(folder: Path) -> str:
     """Returns text about the free bytes on a folder's disk, for an error."""
     try:
-        return f"where {shutil.disk_usage(folder).free:,} bytes are free"
+        return f"{shutil.disk_usage(folder).free:,} bytes are free there"
     except OSError:
-        return "which cannot be opened"
+        return "the folder cannot be opened"
 
 
 def layout_entries(

@@ -89,7 +89,7 @@ class GradientAccess:
                 return False
             raise GradientError(
                 f"{name} requires a gradient and is in no group of the optimizer, so its gradient is dropped in "
-                "backward: give it to the optimizer before zero_core.shard"
+                "backward: give the parameter to the optimizer before zero_core.shard"
             )
         if unit.gradient.leftover[k] is Leftover.STEPPED:
             raise GradientError(

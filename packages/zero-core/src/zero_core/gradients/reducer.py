@@ -195,7 +195,7 @@ class Reducer:
                 name = unit.layout.slots[k].name
                 raise GradientError(
                     f"the gradients of the last step() were not zeroed (that of {name}, for one): torch would add to "
-                    "them, and a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
+                    "them, but a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
                 )
 
     def _told(self, squared: Tensor, options: str) -> tuple[float, list[bool]]:

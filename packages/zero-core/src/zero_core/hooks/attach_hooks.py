@@ -161,7 +161,7 @@ class Attachment:
         if torch.jit.is_tracing() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
             raise ZeroError(
                 "a sharded model cannot be traced, exported or run on fake tensors: its parameters have no memory "
-                "between uses. Do it before zero_core.shard, or with a plain model that loads its state_dict()"
+                "between uses. Do so before zero_core.shard, or with a plain model that loads this one's state_dict()"
             )
         for name, module, key, parameter in self._owners:
             found = module._parameters.get(key)
@@ -170,7 +170,7 @@ class Attachment:
             raise ChangedParameterError(
                 f"{name} is not the parameter that was sharded: it was replaced, or its module moved or exported, "
                 "after zero_core.shard. Do that before shard. To change values, write them inside zero_core.gathered. "
-                "To torch.func.functional_call, pass plain tensors: {name: parameter.detach()}"
+                "For torch.func.functional_call, pass plain tensors: {name: parameter.detach()}"
             )
 
     def check_added(self, module: nn.Module) -> None:
@@ -195,7 +195,7 @@ class Attachment:
                 f"{found} requires a gradient, and did not in zero_core.shard, so step() would not train it. Before "
                 "zero_core.shard, call requires_grad_(True) on each parameter that will be trained at any time (with "
                 "PEFT: model.set_requires_grad([names of adapters])). After zero_core.shard, requires_grad_ (PEFT: "
-                "set_adapter) may freeze and unfreeze these. To run this parameter untrained, use torch.no_grad()"
+                "set_adapter) may freeze and unfreeze these. For a forward without training, use torch.no_grad()"
             )
 
 

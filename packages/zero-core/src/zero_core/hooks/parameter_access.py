@@ -56,7 +56,7 @@ class Place(Home):
         if not self.is_of(parameter):
             raise ChangedParameterError(
                 f"tensor.data = values on a tensor that shares the memory of {self.name} would end the sharing, but "
-                "shards keep the two together. Assign the values to the attribute that holds the tensor"
+                "shards keep it. Assign the values to the attribute that holds the tensor: module.name = values"
             )
         self.engine.copies.write(self.unit, self.index, values, None)  # torch counts no p.data = values
         self.engine.writes.given(self.name, values, trained=self.unit.trainable)
@@ -131,11 +131,11 @@ class Place(Home):
         if "unscale" in operation and engine.loss_scale is not None:  # torch.amp.GradScaler
             return "loss_scale=, given to zero_core.shard, scales the loss already. Leave the GradScaler out"
         if operation.rpartition(".")[2].endswith("zero_"):
-            return "its shards are freed, not zeroed. Call optimizer.zero_grad() instead"
+            return "the gradient's shards are freed, not zeroed. Call optimizer.zero_grad() instead"
         if engine.reducer.updates:
-            return f"it {USED_UP}"
+            return f"the gradient {USED_UP}"
         if self.unit.gradient.leftover[self.index] is Leftover.STEPPED:
-            return "step() has used it up; call optimizer.zero_grad() after each step()"
+            return "step() has used up the gradient; call optimizer.zero_grad() after each step()"
         return engine.refusal()
 
 

@@ -240,13 +240,13 @@ def _two_parameters(first: Extent, second: Extent) -> str:
     ways = "keep one parameter, and index it in forward()"
     if _same(first, second):
         ways = (
-            f"assign one parameter to both, `{again} = {one}`; or replace {other.name} by a tensor without a gradient, "
+            f"assign one parameter to both: `{again} = {one}`. Or replace {other.name} by a tensor without a gradient: "
             f"`del {again}; {again} = {one}.detach()`"
         )
     return (
         f"{second.name} {tuple(second.tensor.shape)} and {first.name} {tuple(first.tensor.shape)} are two parameters "
         "over the same memory. In torch a write or an update of one changes the other too. In shards it would not. "
-        f"Before you build the optimizer, {ways}; or give one memory of its own: `{_own_memory(second)}`"
+        f"Before you build the optimizer, {ways}. Or give {second.name} memory of its own: `{_own_memory(second)}`"
     )
 
 
@@ -270,6 +270,6 @@ def _own_memory(extent: Extent) -> str:
 def _of_another_model(earlier: Extent, here: Extent) -> str:
     return (
         f"{here.name} shares memory with {earlier.name} of another model, which is sharded already. In torch, training "
-        "one of the two would change the other. In shards it would not. Give it memory of its own before shard, "
-        f"`{_own_memory(here)}`, or shard one module that has both models, with the same parameter in both places"
+        f"one of the two would change the other. In shards it would not. Before shard(), give {here.name} memory of "
+        f"its own: `{_own_memory(here)}`. Or shard one module that has both models, with one parameter in both"
     )

@@ -84,7 +84,7 @@ def _recording_into(recording: Recording) -> Iterator[None]:
                 raise DeferredInitError(
                     f"the buffer {name} of a {type(module).__name__} shares memory with a parameter, and buffers are "
                     f"not sharded: assign a plain attribute, `self.{name} = parameter.detach()`, which follows the "
-                    "parameter, or give the buffer memory of its own with clone()"
+                    "parameter. Or give the buffer memory of its own with clone()"
                 )
             return recording.replay(buffer)
 

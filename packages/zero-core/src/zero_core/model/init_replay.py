@@ -200,7 +200,7 @@ class Replay:
                 if value.tensor._version != value.version:
                     raise DeferredInitError(
                         f"{node.function} in deferred_init() read a tensor of shape {tuple(value.tensor.shape)} "
-                        "that was changed later, so shard() cannot repeat it: use a clone() made outside the block"
+                        "that was changed before shard() could read it again: use a clone() made before the block"
                     )
                 return value.tensor.cpu()
             return _plain(value)

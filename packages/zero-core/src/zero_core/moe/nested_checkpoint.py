@@ -119,7 +119,7 @@ class Part:
 
     def keep(self, hooks: Hooks) -> None:
         """Saves the inputs in the surrounding checkpoint. If it was waiting for the last of them, its run ends here."""
-        changed = ZeroError("an input of checkpointed experts was changed in place before its backward: change a copy")
+        changed = ZeroError("an input of recomputed experts was changed in place before backward: change a copy of it")
         self._kept = [SavedAround(tensor, hooks, changed) for tensor in self._given]
 
     def hidden(self) -> Tensor:

@@ -58,7 +58,8 @@ def declare(optimizer: torch.optim.Optimizer, contract: str | None) -> None:
             vars(member)[_SETTLED] = found
         if found not in (None, *CONTRACTS):
             raise UnsupportedOptimizerError(
-                f"optimizer_contract={found!r} of optimizer {kind_of(member)} must be one of {CONTRACTS}"
+                f"optimizer_contract={found!r} of optimizer {kind_of(member)} is unknown. It must be 'elementwise' if "
+                "step() handles each element separately, 'by itself' if each parameter, or 'together'"
             )
 
 
@@ -114,10 +115,10 @@ def apart(optimizer: torch.optim.Optimizer) -> str | None:
     ways = (
         "Or use an optimizer that steps each parameter by itself, such as AdamW"
         if declared
-        else 'If its step() works on one parameter at a time, say shard(optimizer_contract="by itself"). If it works '
-        'on one element at a time, say "elementwise". Or use an optimizer that has a contract, such as AdamW'
+        else 'Or pass to shard() what step() does: optimizer_contract="by itself" if it handles each parameter '
+        'separately, "elementwise" if each element separately. Or use a known optimizer, such as AdamW'
     )
-    return f"{why}; then each rank must have all of them: use one rank or stage=0, in both cases without store=. {ways}"
+    return f"{why}; then each rank must have all parameters whole. Use one rank or stage=0, without store=. {ways}"
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> str | None:

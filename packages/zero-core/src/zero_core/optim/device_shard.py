@@ -228,8 +228,7 @@ class DeviceShard:
                 elif bool(part.any()):
                     raise StoreError(
                         f"{name} of {segment.name} cannot be restored, because the optimizer keeps no such state with "
-                        f"the options of param group {segment.group}: give the group the options with which the values "
-                        "were saved"
+                        f"the options of param group {segment.group}: give the group the options it was saved with"
                     )
 
     def read_scalar(self, k: int, name: str) -> float | None:

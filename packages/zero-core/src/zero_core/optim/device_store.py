@@ -155,9 +155,9 @@ class DeviceStore(ShardStore):
                 shard.end_update(groups, counts)
         if changed := [name for name, view, before in still if not torch.equal(view, before)]:
             raise UnsupportedOptimizerError(
-                f"a step of optimizer {kind_of(self._optimizer)} changed {changed[0]}, which had no gradient, and this "
-                "change does not reach the model. Parameters with a gradient were updated. Give each parameter a "
-                "gradient, or use another optimizer"
+                f"a step of optimizer {kind_of(self._optimizer)} changed parameter {changed[0]!r}, which had no "
+                "gradient. This change does not reach the model. Parameters with a gradient were updated. Give each "
+                "parameter a gradient, or use another optimizer"
             )
         for member in members_of(self._together):
             for group in member.param_groups if contract_of(member) == TOGETHER else ():
@@ -210,7 +210,7 @@ class DeviceStore(ShardStore):
             raise StoreError("sleep() of a DeviceStore that is not attached yet: zero_core.shard does that")
         if self._lent:
             names = ", ".join(self._shards[i].spec.name for i in sorted(self._lent))
-            raise StoreError(f"sleep() while units are in use ({names}): zero_core.sleep(model) frees them first")
+            raise StoreError(f"sleep() while units are in use ({names}): call zero_core.sleep(model), which frees them")
         if to is None and self._context.device.type == "cpu":
             raise StoreError(
                 "sleep() of a DeviceStore in host memory has nowhere to put its bytes: give sleep(to=) a ByteStore, "

@@ -205,7 +205,7 @@ class ShardedOptimizer(Optimizer):
         if getattr(self, "_sealed", False):
             raise UnsupportedOptimizerError(
                 "add_param_group after zero_core.shard: the shards are cut already. Add the group to your optimizer "
-                "before zero_core.shard. To train p of it later, call p.requires_grad_(False) after zero_core.shard"
+                "before zero_core.shard. To train p only later, freeze p after shard(): p.requires_grad_(False)"
             )
         super().add_param_group(param_group)
 

@@ -59,8 +59,8 @@ def _refuse_early(optimizer: torch.optim.Optimizer, units: Sequence[Unit], devic
             carried = kept.keys() <= form.built.keys()  # a store keeps the states of copies
             raise UnsupportedOptimizerError(
                 f"optimizer {kind_of(optimizer)} has {', '.join(map(repr, kept))} in the state of {name} before the "
-                "first step. Its copies with empty states step the shards: create states in step() if state[p] is empty"
-                + (", or take one step of the plain model before zero_core.shard" if carried else "")
+                "first step. Shards begin with empty states: create states in step(), where state[p] is empty"
+                + (". Or take one step of the plain model before zero_core.shard" if carried else "")
             )
 
 

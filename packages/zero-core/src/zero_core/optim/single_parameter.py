@@ -283,6 +283,6 @@ def check_step(running: Any, group: Mapping[str, Any], options: Mapping[str, Any
             if key in found and _bits(found[key]) != _bits(value):
                 raise UnsupportedOptimizerError(
                     f"the step of {name} has set {key!r} in {what} of optimizer {type(running).__name__} to "
-                    f"{found[key]!r}, but a trial step of another parameter to {value!r}. As {key!r} depends on the "
-                    'parameter, optimizer_contract="by itself" is wrong. Use another optimizer, such as AdamW'
+                    f"{found[key]!r}, but a trial step of another parameter to {value!r}. So step() does not handle "
+                    'each parameter alone, as optimizer_contract="by itself" says. Use another optimizer, such as AdamW'
                 )

@@ -25,7 +25,7 @@ from .single_parameter import state_of, step_twice
 from .uncut import NeedsUncut, check_count, named_shapes, shapes_of
 
 _WAY_OUT = (
-    "An elementwise optimizer may keep only numbers, and tensors of the parameter's shape, in self.state[parameter]. "
+    'With optimizer_contract="elementwise", self.state[p] may have only numbers, and tensors of the shape of p. '
     'If step() handles each parameter separately, pass optimizer_contract="by itself" to zero_core.shard'
 )
 _FIXED = "so it cannot change now. Set it back. To train with another value, set it before zero_core.shard"
@@ -117,7 +117,7 @@ def _elementwise_states(optimizer: Optimizer, state: Mapping[str, Any]) -> tuple
         else:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UnsupportedOptimizerError(
-                f"optimizer {kind_of(optimizer)} keeps {name!r} ({what}) for a vector of {_SMALL} elements. {_WAY_OUT}"
+                f"optimizer {kind_of(optimizer)} keeps {name!r} ({what}) for a trial of {_SMALL} elements. {_WAY_OUT}"
             )
     return tensors, numbers
 
@@ -132,7 +132,7 @@ def dry_steps(optimizer: Optimizer, group: int, shape: tuple[int, ...], device: 
     if changed := [key for key in after if key not in before or not same(before[key], after[key])]:
         raise UnsupportedOptimizerError(
             f"optimizer {kind_of(optimizer)} changes {', '.join(changed)} in step(). No checkpoint saves such a "
-            f"change, and other shards are stepped without it. {_WAY_OUT}"
+            f"change, and the optimizer's copies that step other shards lack it. {_WAY_OUT}"
         )
     return trial.state[probe]
 
@@ -167,9 +167,9 @@ def _refuse_lookups(optimizer: Optimizer) -> None:
     for key, value in own_attributes(optimizer).items():
         if any(leaf in known if type(leaf) is int else id(leaf) in known for leaf in _leaves(value)):
             raise UnsupportedOptimizerError(
-                f"optimizer {kind_of(optimizer)} keeps parameters in self.{key}, but after zero_core.shard step() "
-                f"gets shards, which are other tensors. In a class of your own, replace self.{key} by an option of a "
-                "parameter group, which step() reads from self.param_groups. Or use another optimizer"
+                f"optimizer {kind_of(optimizer)} keeps parameters in self.{key}, but after zero_core.shard step() gets "
+                "other tensors, the shards. In a class of your own, mark parameters by an option of their group, as "
+                '{"params": [p], "slow": True}, which step() reads in self.param_groups. Or use another optimizer'
             )
 
 
@@ -237,7 +237,7 @@ class Options:
         if others := [g for g, whole in enumerate(self._needed_whole()) if whole != self._whole[g]]:
             raise UnsupportedOptimizerError(
                 f"an option of param group {others[0]} of optimizer {kind_of(self._optimizer)} changed during the "
-                f"run. It decides which states there are, or which parameters must stay whole, {_FIXED}"
+                f"run. It decides which parameters must stay whole, or which states they have, {_FIXED}"
             )
         for number, (first, old) in self._first.items():
             group = self._optimizer.param_groups[number]
@@ -266,8 +266,8 @@ class Options:
             "an option of a parameter group, which step() reads from self.param_groups"
         )
         raise UnsupportedOptimizerError(
-            f"{name} of optimizer {kind_of(self._optimizer)} was assigned after zero_core.shard. Copies of the "
-            f"optimizer with the earlier {name} update the shards: leave {name} as it was. {way}"
+            f"{name} of optimizer {kind_of(self._optimizer)} was assigned after zero_core.shard. The "
+            f"shards are stepped by copies of the optimizer, with the earlier {name}: remove the assignment. {way}"
         )
 
     def _members(self) -> list[frozenset[int]]:

@@ -99,8 +99,8 @@ class HeldGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise GradientError(
-            f"{func} needs memory, and p.grad of a sharded parameter has none: use "
-            "zero_core.full_gradient(parameter), a plain tensor"
+            f"{func} works on the memory of a tensor, and p.grad of a sharded parameter has none: use "
+            "zero_core.full_gradient(parameter) instead, a plain tensor"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -32,9 +32,8 @@ def refuse_copies(module: nn.Module) -> None:
 def refuse_scripts(module: nn.Module) -> None:
     """Makes torch.jit.script of a module with sharded parameters raise with the reason, before C++ reads them."""
     why = (
-        f"torch.jit.script of a sharded {type(module).__name__}: compiled code would read parameters that have no "
-        "memory between uses. Compile blocks with torch.compile, or script a plain model that loads this one's "
-        "state_dict()"
+        f"torch.jit.script of a sharded {type(module).__name__}: its code would read parameters that have no memory "
+        "between uses. Compile blocks with torch.compile. Or script a plain model that loads this one's state_dict()"
     )
     _refuse(module, why, "__prepare_scriptable__")
 
@@ -72,8 +71,7 @@ def refuse_grad_dtype(name: str, wanted: torch.dtype | None, dtype: torch.dtype)
 def refuse_optimizer(name: str) -> None:
     raise UnsupportedOptimizerError(
         f"torch.distributed.optim._apply_optimizer_in_backward was called for {name}: its optimizer and that of "
-        "zero_core.shard would both step the parameter. Leave it out, and pass update_in_backward=True to "
-        "zero_core.shard"
+        "zero_core.shard would both step the parameter. Leave the call out, and pass update_in_backward=True to shard()"
     )
 
 

@@ -333,6 +333,6 @@ def refuse_cut(stacked: Stacked, followers: Sequence[Follower]) -> None:
         )
     if followers:
         raise ZeroError(
-            f"a plain tensor shares the memory of {stacked.name}. It cannot do so after zero_core.shard, where groups "
-            f"of experts have separate memory: delete the tensor, or replace it by its clone(). {_INSTEAD}"
+            f"a plain tensor in an attribute of the model shares the memory of {stacked.name}. After zero_core.shard, "
+            f"groups of experts have separate memory: delete the tensor, or replace it by its clone(). {_INSTEAD}"
         )

@@ -120,7 +120,7 @@ class UnitGradient:
         for k in (left := self._left()):
             if self.used[k] or self.leftover[k] in (Leftover.UPDATED, Leftover.STEPPED) or not self.may_give:
                 self.lost = bool(self._left(forget=True))
-                why = "an earlier one is in shards" if self.may_give else "update_in_backward or loss_scale= is used"
+                why = "a first gradient is in shards" if self.may_give else "update_in_backward or loss_scale= is used"
                 raise GradientError(
                     f"{self.layout.slots[k].name} got a gradient, of a backward() or by p.grad = tensor, inside the "
                     f"forward or backward of unit {self.name!r} or inside zero_core.gathered. p.grad cannot show what "
