@@ -61,7 +61,7 @@ def test_an_optimizer_that_wraps_another_does_both_in_a_step_of_its_own():
 
 def test_the_optimizers_that_are_named_run():
     net = model()
-    with advised("Or use an optimizer that has a contract, such as AdamW"):
+    with advised("Or use a known optimizer, such as AdamW"):
         mine = type("Mine", (torch.optim.Adafactor,), {})(net.parameters())
         zero_core.shard(net, mine, store=TieredStore(step=zero_optim_cpu.CpuStep(threads=1)))
     kinds = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, zero_optim_cpu.Lion]

@@ -80,7 +80,7 @@ def test_an_optimizer_that_keeps_the_parameters_themselves():
     assert model.head.weight.grad is not None
 
 
-@pytest.mark.advice("or pass param_dtype=")
+@pytest.mark.advice("Or pass param_dtype=")
 @pytest.mark.promise("float64")
 def test_parameters_that_a_float32_master_cannot_hold():
     model = toys.Stack().double()

@@ -83,7 +83,7 @@ def test_an_error_after_the_store_was_attached_leaves_model_and_optimizer_as_the
 def test_values_that_are_lost_are_named_and_what_was_not_handed_over_stays() -> None:
     model, expected = make(False, torch.float32), make(False, torch.float32)
     optimizer = toys.adamw([p for p in model.parameters() if p.requires_grad])
-    told = r"moved table, embed\.\S+, .* and 4 more into the store.*The failure: Refused"
+    told = r"moved parameters \(table, embed\.\S+, .* and 4 more\) into the store.*The failure: Refused"
     with pytest.raises(StoreError, match=told) as raised:
         zero_core.shard(model, optimizer, store=Refusing(3, forgets=True))
     assert isinstance(raised.value.__cause__, Refused)
