@@ -164,7 +164,7 @@ def test_options_that_are_not_read_are_saved_again_by_torch_or_left(tmp_path):
     step(net, ordinary)
     save("theirs")
     sharded_net, optimizer = fresh()
-    ways_out = "into a plain model and its optimizer", "or load the model alone, without the optimizer"
+    ways_out = "into a plain model and its optimizer", "Or load the model alone, without the optimizer"
     with advised("because they are tensors", *ways_out):
         checkpoint.load(tmp_path / "theirs", sharded_net, optimizer)
     assert torch.equal(sharded_net[0].weight.detach(), model()[0].weight) and optimizer.param_groups[0]["lr"] == 0.5

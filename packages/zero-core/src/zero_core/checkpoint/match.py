@@ -170,7 +170,7 @@ class Finder:
             raise CheckpointError(
                 f"{self._folder} has optimizer options that cannot be read here, because they are tensors or belong to "
                 f"no group and no parameter: {listed(names)}; read it with torch.distributed.checkpoint into a plain "
-                "model and its optimizer, make them numbers in its groups and save both with get_state_dict; or load "
+                "model and its optimizer, make them numbers in its groups and save both with get_state_dict. Or load "
                 "the model alone, without the optimizer"
             )
 

@@ -183,7 +183,7 @@ class Attachment:
                 raise ChangedParameterError(
                     f"{name} was added to the model after zero_core.shard and requires a gradient. Its gradient is not "
                     "averaged over the ranks, so each rank would train it differently. Add it before shard, and give "
-                    "it to shard's optimizer; or freeze it with requires_grad_(False), or run it under torch.no_grad()"
+                    "it to shard's optimizer. Or freeze it with requires_grad_(False). Or run it in torch.no_grad()"
                 )
 
     def check_trained(self) -> None:
