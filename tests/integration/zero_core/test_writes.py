@@ -212,6 +212,35 @@ def test_views_of_every_kind_write_through():
         optimizer.close()
 
 
+@pytest.mark.promise("outside-writes")
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_write_keeps_all_bits_of_masters_whose_values_stay(stage):
+    model, optimizer = kit.sharded(toys.Stack, stage=stage, param_dtype=torch.bfloat16)
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0).bfloat16()))
+    weight = model.head.weight
+    expected, values = zero_core.full_state(weight, "master"), weight.detach().clone()
+    with torch.no_grad():
+        weight.clamp_(-0.125, 0.125)
+        weight.data[0, 0] = 7.0
+    expected[values > 0.125], expected[values < -0.125], expected[0, 0] = 0.125, -0.125, 7.0
+    assert torch.equal(zero_core.full_state(weight, "master"), expected)
+    assert not torch.equal(expected, expected.bfloat16().float())
+
+
+@pytest.mark.promise("old-views")
+def test_what_takes_other_memory_is_copied_or_refused():
+    model, _ = kit.sharded(toys.Stack)
+    for write in (lambda p: p.unsqueeze_(0), lambda p: p.as_strided_((3,), (1,))):
+        with pytest.raises(ChangedParameterError, match="Use a clone"), torch.no_grad():
+            write(model.head.weight)
+    with pytest.raises(ShardedParameterError, match="no memory here"), torch.no_grad():
+        model.head.weight.set_(torch.zeros(6).untyped_storage())
+    with torch.no_grad():  # as a parametrized attribute that is assigned
+        model.head.weight.set_(torch.eye(3, toys.WIDTH))
+    assert torch.equal(model.head.weight.to_sparse().to_dense(), torch.eye(3, toys.WIDTH))
+
+
 def writes_views(block):
     with torch.no_grad():
         for view in getattr(block, "views", ()):

@@ -45,7 +45,7 @@ class Place(Home):
         return self.engine.copies.full(self.unit, self.index)
 
     def write_back(self, parameter: Tensor, values: Tensor, uncounted: Tensor | None) -> None:
-        self.engine.copies.write(self.unit, self.index, values, uncounted)
+        self.engine.copies.write(self.unit, self.index, values, uncounted, changed=True)
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
         self.engine.ranks.meet(f"copy_() into {self.name}")

@@ -63,6 +63,12 @@ class Sharded(nn.Parameter):
     def as_subclass(self, cls: type[Any]) -> Any:  # C++ asks no class
         return self.view_as(self).as_subclass(cls)
 
+    def set_(self, source: Any = None, *args: Any) -> Any:  # nor here
+        if args or not isinstance(source, Tensor):
+            _refuse_address(self)
+        _set_data(self, source)
+        return self
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"Sharded parameter of shape {tuple(self.shape)}, {self.dtype}, {self.device}"

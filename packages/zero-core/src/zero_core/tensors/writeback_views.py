@@ -229,23 +229,25 @@ def call_with_copies(
     kind: type[_Owner], copied: Callable[[_Owner], FullCopy], func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Calls `func` with a full copy of each argument of class `kind`, and writes copies that it changed back."""
-    made: dict[int, tuple[FullCopy, int]] = {}
+    made: dict[int, tuple[FullCopy, int, torch.Size]] = {}
     collective = str(getattr(func, "__module__", None)).startswith("torch.distributed")  # it may write later
 
     def full(owner: _Owner) -> Tensor:
         if id(owner) not in made:
             copy = copied(owner)
             copy.refuse(func)
-            made[id(owner)] = copy, copy.values._version
+            made[id(owner)] = copy, copy.values._version, copy.values.shape
         copy = made[id(owner)][0]
         return View(copy.values, copy, kept=False) if collective else copy.values
 
     args, kwargs = tree_map_only(kind, full, (args, kwargs))
     result = func(*args, **kwargs)
-    for copy, version in made.values():
+    for copy, version, shape in made.values():
+        if copy.values.shape != shape:
+            copy.refuse(Tensor.resize_)
         if copy.values._version != version:
             copy.write_back()
-    copies = [copy for copy, _ in made.values()]
+    copies = [copy for copy, *_ in made.values()]
     if (itself := next((copy for copy in copies if result is copy.values and copy.is_owner(func)), None)) is not None:
         return itself.owner
     return _with_views(func, result, [copy for copy in copies if not wraps(type(copy.values))])
@@ -255,7 +257,8 @@ def _with_views(func: Any, result: Any, copies: Sequence[FullCopy]) -> Any:
     """Returns `result` with a View for every tensor over the memory of a copy, and a read-only array or storage."""
 
     def viewed(tensor: Tensor) -> Tensor:
-        if type(tensor) is not Tensor or tensor.grad_fn is not None or not tensor.numel():
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not plain or tensor.grad_fn is not None or not tensor.numel():
             return tensor
         if unwrapped(tensor) is not tensor:
             return tensor  # torch.func's, without a storage to ask for

@@ -244,8 +244,9 @@ class Copies:
         return values
 
     @outside_transforms
-    def write(self, unit: Unit, k: int, values: Tensor, uncounted: Tensor | None) -> None:
+    def write(self, unit: Unit, k: int, values: Tensor, uncounted: Tensor | None, *, changed: bool = False) -> None:
         """Writes new whole values of parameter k: this rank's part goes to the store. uncounted: see `Version.wrote`.
+        changed: see `Unit.write_part`.
 
         If a visit of the unit is open, they go to the memory that it reads, and are kept when it ends.
         """
@@ -257,4 +258,4 @@ class Copies:
         unit.versions[k].ended(uncounted)
         flat = values.detach().reshape(-1)
         self._uses.writes.note(unit.layout.slots[k].name, flat)
-        unit.write_part("master", k, flat)
+        unit.write_part("master", k, flat, changed=changed)

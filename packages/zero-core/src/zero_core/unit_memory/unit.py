@@ -168,15 +168,20 @@ class Unit(UnitMemory):
         if self.users:
             self.watch.forgive(k)
 
-    def write_part(self, name: str, k: int, values: Tensor, start: int = 0) -> None:
-        """This rank's part of state `name` of parameter k goes to the store. values: (n,) its elements from `start`."""
+    def write_part(self, name: str, k: int, values: Tensor, start: int = 0, *, changed: bool = False) -> None:
+        """This rank's part of state `name` of parameter k goes to the store. values: (n,) its elements from `start`.
+        changed: masters that round to their value keep all their bits."""
         piece = self.layout.piece(self.ranks.shard.rank, k)
         first, last = (0, 0) if piece is None else (piece.slot_start, piece.slot_stop)
         first, last = max(first, start), min(last, start + values.numel())
         if piece is not None and first < last:
             dtype = self.master_dtype if name == "master" else torch.float32
-            part = values[first - start : last - start].to(dtype)
-            self.store.write_state(self.index, name, piece.shard_start + first - piece.slot_start, part)
+            part, at = values[first - start : last - start], piece.shard_start + first - piece.slot_start
+            written = part.to(dtype)
+            if changed and part.dtype != dtype:
+                old = self.store.read_state(self.index, name, at, at + part.numel()).to(part.device)
+                written = torch.where(part != rounded(old, part.dtype), written, old)
+            self.store.write_state(self.index, name, at, written)
 
     def shaped(self, k: int) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the states of parameter k that have not its shape, see `ShardStore.state_shapes`."""
