@@ -252,6 +252,29 @@ def test_a_state_dict_with_names_loads():
         same(found["state"], theirs.state_dict()["state"])
 
 
+@pytest.mark.advice("Set 'step' to 1 or more, or remove these states")
+@pytest.mark.promise("load-plain-state")
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "NAdam"])
+def test_states_whose_count_was_reset_are_refused(name):
+    """torch goes on with them; shards would begin anew, as they do for the first step."""
+    dense, theirs, model, ours = twins(name, toys.Stack)
+    steps(dense, theirs, 0, 2)
+    model.load_state_dict(dense.state_dict())
+    state = theirs.state_dict()
+    for each in state["state"].values():
+        each["step"] = torch.zeros(())
+    for _ in range(2):
+        with pytest.raises(UnsupportedOptimizerError, match=r"'step' 0 and states of earlier steps, for 19 param"):
+            ours.load_state_dict(state)
+    for each in state["state"].values():
+        each["step"] = torch.ones(())
+    for each, own in ((dense, theirs), (model, ours)):
+        own.load_state_dict(copy.deepcopy(state))
+        kit.step(own, toys.loss_of(each, toys.data(2, 0)))
+    kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.promise("full-state-dict")
 def test_named_parameters_and_options_travel():
     dense, model = toys.Stack(), toys.Stack()

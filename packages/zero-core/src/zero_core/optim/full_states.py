@@ -164,18 +164,21 @@ def put_back(
     brought: list[tuple[Unit, int, dict[str, Any]]] = []
     masters: list[tuple[Unit, int, dict[str, Any]]] = []
     cleared: list[tuple[Unit, int, StateFormat]] = []
+    early: dict[str, bool] = {}
     for number, _, places, form in _trained(groups, formats, engine):
         entry = {name: value for name, value in given["state"].get(ids[number], {}).items() if value is not None}
         master = given.get("masters", {}).get(ids[number])
         for unit, k in places:
             if entry:
                 _refuse_absent(unit, k, form, entry)
+                early[unit.layout.slots[k].name] = _is_early(form, entry)
                 brought.append((unit, k, unit.rows_of(k, entry)))
             elif unit.steps[k]:
                 cleared.append((unit, k, form))
             if master is not None and unit.dtype != torch.float32:
                 masters.append((unit, k, {"master": unit.rows(k, master)}))
     check_states([*brought, *masters], engine.store, "the state dict")
+    _refuse_early(early, engine.ranks)
     _check_masters(masters, engine.ranks)
     for unit, k, entry in masters:
         unit.write_part("master", k, from_rank_0(entry["master"], unit))
@@ -210,6 +213,22 @@ def _refuse_absent(unit: Unit, k: int, form: StateFormat, entry: Mapping[str, An
             f"the state dict has {list(entry)} of {unit.layout.slots[k].name}, but not {absent}: training would go on "
             "with empty states. Load what optimizer.full_state_dict() returned, or state_dict() of a torch optimizer "
             "with the same options. Or call zero_core.checkpoint.load(folder, model, optimizer)"
+        )
+
+
+def _is_early(form: StateFormat, entry: Mapping[str, Any]) -> bool:
+    """Whether the state has counted no step, and has values that a new one does not begin with. On meta it has none."""
+    begun = {name: torch.as_tensor(value) for name, value in entry.items() if name != "step"}
+    values = [(torch.as_tensor(form.built.get(name, 0.0)), value) for name, value in begun.items() if not value.is_meta]
+    return int(entry.get("step", 1)) == 0 and any(bool((v != first.reshape(-1)[0].to(v)).any()) for first, v in values)
+
+
+def _refuse_early(early: Mapping[str, bool], ranks: Ranks) -> None:
+    anywhere = ranks.anywhere([*early.values()], "the state dict's steps")
+    if names := [name for name, flag in zip(early, anywhere, strict=True) if flag]:
+        raise UnsupportedOptimizerError(
+            f"the state dict has 'step' 0 and states of earlier steps, for {len(names)} parameters ({names[0]} ...): "
+            "shards begin with new states at the first step. Set 'step' to 1 or more, or remove these states"
         )
 
 
