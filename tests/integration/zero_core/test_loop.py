@@ -9,6 +9,7 @@ import torch
 import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
+from zero_core.errors import UnsupportedOptimizerError
 from zero_core.gradients.loss_scaling import LossScale
 
 
@@ -138,6 +139,31 @@ def test_step_hooks_of_one_of_two_optimizers_see_its_parameters_alone(late):
                 optimizer.zero_grad()
     assert calls == [1] * 4
     kit.assert_same(model, dense)
+
+
+@pytest.mark.advice("register it on the optimizer that zero_core.shard returns")
+@pytest.mark.promise("step-hooks")
+def test_hooks_on_state_dicts_are_called_as_in_torch():
+    def hooked(optimizer, calls):
+        optimizer.register_state_dict_pre_hook(lambda _: calls.append("save"))
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": len(state["param_groups"])})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state.pop("mine")))
+        optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+
+    dense, model = kit.twins(toys.Stack)
+    theirs, given, found, expected = kit.sgd(dense.parameters()), kit.sgd(model.parameters()), [], []
+    hooked(theirs, expected)
+    hooked(given, found)
+    ours = zero_core.shard(model, given)
+    theirs.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(ours.full_state_dict())
+    assert found == expected == ["save", 1, "loaded"]
+    dense, model = kit.twins(toys.Stack)
+    members = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    hooked(members[1], found)
+    with pytest.raises(UnsupportedOptimizerError, match="a hook on the state dict of one would not be called"):
+        zero_core.shard(model, members)
+    assert all(map(torch.equal, model.parameters(), dense.parameters()))
 
 
 @pytest.mark.promise("schedulers")

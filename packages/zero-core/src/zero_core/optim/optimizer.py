@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +32,9 @@ _not_traced = torch.compiler.disable(
     reason="the step of a sharded optimizer works on shards, which cannot be compiled: leave fullgraph=True out, or "
     "call step() outside of what is compiled"
 )
+
+
+_STATE_DICT_HOOKS = [f"_optimizer_{on}state_dict_{when}_hooks" for on in ("", "load_") for when in ("pre", "post")]
 
 
 def _run_hooks(optimizers: Sequence[Optimizer], name: str, sharded: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -58,6 +62,13 @@ class ShardedOptimizer(Optimizer):
         hooked = list(dict.fromkeys((optimizer, *members_of(optimizer))))
         self.register_step_pre_hook(partial(_run_hooks, hooked, "_optimizer_step_pre_hooks"))
         self.register_step_post_hook(partial(_run_hooks, hooked, "_optimizer_step_post_hooks"))
+        for name in _STATE_DICT_HOOKS:
+            if any(getattr(each, name, None) for each in hooked[1:]):
+                raise UnsupportedOptimizerError(
+                    f"optimizer {kind_of(optimizer)} has one state dict of all its members, and a hook on the state "
+                    "dict of one would not be called: register it on the optimizer that zero_core.shard returns"
+                )
+            setattr(self, name, getattr(optimizer, name, OrderedDict()))
         self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
         self.engine, self.max_grad_norm = engine, max_grad_norm
         self.grad_norm = math.nan
