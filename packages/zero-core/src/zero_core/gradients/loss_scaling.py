@@ -9,6 +9,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class LossScale:
         self.value, self.minimum = float(self.value), float(self.minimum)
         self._start = 0 if self.first_window is None else self.window - self.first_window
         self.finite_steps, self._left = self._start, self.hysteresis
-        self.running = 0  # backwards of scaled losses, one inside another
+        # Callbacks of backwards of scaled losses under way, which autograd drops at their end, also where they raise.
+        self.running: weakref.WeakSet[Callable[[], Any]] = weakref.WeakSet()
         self.scaled_model: Callable[[], nn.Module | None] = lambda: None
 
     @classmethod
@@ -70,10 +72,6 @@ class LossScale:
             )
         scale.scaled_model = weakref.ref(model)
         return scale
-
-    def end(self) -> None:
-        """Counts the end of a backward of a scaled loss."""
-        self.running -= 1
 
     def overflowed(self) -> None:
         """Counts a step whose gradients were not finite, and halves the scale after `hysteresis` of them.
@@ -124,7 +122,7 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        scale: LossScale = ctx.scale
-        scale.running += 1
-        torch.autograd.Variable._execution_engine.queue_callback(scale.end)
-        return gradients[0] * scale.value, None
+        end: Any = partial(int)
+        ctx.scale.running.add(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return gradients[0] * ctx.scale.value, None

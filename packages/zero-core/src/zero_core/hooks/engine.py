@@ -132,8 +132,6 @@ class Engine:
         self.mend("forward")
         self.calls.begin("forward")
         self.abandon_backward()
-        if self.loss_scale is not None:
-            self.loss_scale.running = 0  # a backward may have raised
         self.uses.let_all_go()  # units that stayed for a backward that did not come
         if node.module is self.model:
             self.attachment.check()
