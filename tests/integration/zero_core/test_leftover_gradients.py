@@ -1,6 +1,9 @@
 """What torch keeps of a gradient after step(), or zero_grad(set_to_none=False), is refused where it would matter."""
 
+import copy
+
 import pytest
+import torch
 from torch import nn
 
 import zero_core
@@ -61,6 +64,25 @@ def test_gradients_of_zeros_are_refused_also_after_an_update_in_backward():
     backward(model, 0, 1)
     optimizer.zero_grad(set_to_none=False)
     with pytest.raises(GradientError, match=r"decay\. Leave set_to_none at True"):
+        optimizer.step()
+
+
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_outlive_a_checkpoint_that_is_loaded(stage, tmp_path):
+    """Dropped, they would leave `step()` without effect. Plain torch's `load_state_dict` leaves p.grad alone."""
+    model, optimizer = sharded(stage=stage)
+    zero_core.checkpoint.save(tmp_path / "saved", model, optimizer)
+    backward(model, 0, 1)
+    kept = copy.deepcopy([zero_core.full_gradient(p) for p in model.parameters()])
+    zero_core.checkpoint.load(tmp_path / "saved", model, optimizer)
+    before = kit.values(model)
+    optimizer.step()
+    for now, was, gradient in zip(kit.values(model), before, kept, strict=True):
+        torch.testing.assert_close(now, was - optimizer.param_groups[0]["lr"] * gradient)
+    zero_core.checkpoint.load(tmp_path / "saved", model, optimizer)
+    backward(model, 0)
+    with pytest.raises(GradientError, match=r"of the last step\(\) were not zeroed"):
         optimizer.step()
 
 

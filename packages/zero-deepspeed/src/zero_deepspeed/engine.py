@@ -318,6 +318,8 @@ class Engine(nn.Module):
         if not load_module_only:
             self.__dict__.update(counters)
             self.micro_steps = self.global_steps * self._accumulate  # pending micro-batches are not in a checkpoint
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
         return str(folder), state
 
     def save_16bit_model(

@@ -200,6 +200,7 @@ def load(
     model_key and optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that its slices
     touch.
     Parameters that it left out (`save(trained_only=True)`) keep their values. It must have all trained parameters.
+    Gradients stay as they are.
     Without `strict`, parameters that the checkpoint lacks keep their values, and names that the model lacks are
     ignored. values=False keeps the model's own values, and reads only the masters that round to them. A rank's random
     state is restored if the checkpoint has one for it. Load only folders you trust: they are pickles.
@@ -224,7 +225,7 @@ def load(
         options = options_of(view, groups, strict=bool(run or (strict and groups)))
     if scheduler is not None and run and run["scheduler"] is None:
         raise CheckpointError(f"{folder} was saved without a scheduler; load it with scheduler=None")
-    view.handle.engine.discard_gradients()
+    view.handle.engine.settle()
     view.overwriting(finder.found)
     _read(reader, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel)
     with torch.no_grad():
