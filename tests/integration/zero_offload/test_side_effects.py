@@ -30,6 +30,8 @@ class Block(nn.Module):
             y = given["y"]
         if self.kind == "table":
             y = y + given.sum(0)
+        if self.kind == "generator":
+            y = y * torch.rand(y.shape, generator=given)
         if self.kind == "loss in an attribute":
             self.state = y.square().mean()
         if self.kind == "losses in an attribute":
@@ -49,7 +51,9 @@ class Model(nn.Module):
         nn.init.zeros_(self.embedding.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        given = {"list": [], "dict": {}, "object": UserDict(), "table": self.embedding.weight}.get(self.kind)
+        generator = torch.Generator().manual_seed(7)
+        given = {"list": [], "dict": {}, "object": UserDict(), "generator": generator}.get(self.kind)
+        given = self.embedding.weight if self.kind == "table" else given
         for block in self.blocks:
             block.losses.clear()
             x = block(x, given)
@@ -86,7 +90,8 @@ def train(kind: str, policy: str | None, rows: int | None = None) -> list[object
     return found
 
 
-KINDS = ["list", "dict", "object", "table", "loss in an attribute", "losses in an attribute", "rows in an attribute"]
+KINDS = ["list", "dict", "object", "table", "generator"]
+KINDS += ["loss in an attribute", "losses in an attribute", "rows in an attribute"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +115,8 @@ def test_by_rows_tables_are_shared_and_attributes_are_joined(kind, rows):
             (kind, "module blocks.0 adds, replaces or removes tensors in an argument")
             for kind in ("list", "dict", "object")
         ),
-        ("loss in an attribute", r"returns, or stores in an attribute, a value of shape \(\) that differs"),
+        ("generator", "module blocks.0 mixes the rows of its input"),
+        ("loss in an attribute", r"returns, or stores in an attribute, a value of shape \(\), such as a loss"),
         ("losses in an attribute", "module blocks.0 writes into its attribute 'losses'"),
     ],
 )

@@ -198,6 +198,8 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Itera
 
 def as_found(leaf: Any) -> Any:
     """An argument to compute with again: objects are copied one level deep, because a forward may change them."""
+    if isinstance(leaf, torch.Generator):
+        return leaf.clone_state()
     if isinstance(leaf, (Tensor, nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
         return leaf
     try:
