@@ -73,7 +73,9 @@ def test_a_run_goes_on_in_other_tiles(options, tmp_path):
             assert equal(loaded(tmp_path / name, width=1000)[0], values)
 
         disk = slab(tmp_path)
-        with pytest.raises(GenerationError, match="tile_numel: .*Or write a checkpoint of that run with zero_offload.wr"):
+        with pytest.raises(
+            GenerationError, match="tile_numel: .*Or write a checkpoint of that run with zero_offload.wr"
+        ):
             Training(disk, tile_numel=2 * TILE, **options)
         disk.close()
         disk = slab(tmp_path)
@@ -184,7 +186,9 @@ def test_a_store_that_is_closed_ends_the_copy(tmp_path):
     training.step()
     training.store.close()
     reading.set()
-    with pytest.raises(CheckpointError, match="the store was closed before .* was copied, so the checkpoint is incomplete"):
+    with pytest.raises(
+        CheckpointError, match="the store was closed before .* was copied, so the checkpoint is incomplete"
+    ):
         saving.wait()
     assert not (tmp_path / ".metadata").exists()
 

@@ -120,5 +120,7 @@ def test_held_out_rows_without_a_token_that_counts_are_told():
         compute_loss=lambda model, inputs, return_outputs: torch.tensor(float("nan")),
     )
     rows = [{"labels": torch.full((4,), -100)}] * 3
-    with pytest.raises(ConfigError, match="none of the 3 validation rows .* data.sequence_length tokens; raise that length"):
+    with pytest.raises(
+        ConfigError, match="none of the 3 validation rows .* data.sequence_length tokens; raise that length"
+    ):
         validation.mean_loss(trainer, rows, lambda found: found[0], [[0, 1], [2]], Ranks(), lambda: 0)
