@@ -468,7 +468,9 @@ def test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folde
     assert saved == counts and f"data.sequence_length={enough} would keep all" in printed
     none = [*words(model, data, tmp_path / "none", *given, task=task), "data.sequence_length=3"]
     said = refused(none, capsys)
-    assert "data.sequence_length=3: each of the 40 rows to train on" in said and f"({enough} would keep" in said
+    assert (
+        "data.sequence_length=3: each of the 40 rows to train on" in said and f"({enough} would keep every row)" in said
+    )
     assert not results(tmp_path / "none")
     assert main([*none, f"data.sequence_length={enough}", f"run.dir={tmp_path / 'all'}"]) == 0
     assert "are longer than" not in capsys.readouterr().out

@@ -293,7 +293,7 @@ def test_it_learns_on_the_device_and_has_the_same_bits_on_host_and_nvme(here):
 
 
 @pytest.mark.promise("train-own-optimizer")
-@pytest.mark.advice("remove it from optim.options", "give arguments that it takes", 'set optim.contract="by itself"')
+@pytest.mark.advice("remove it from optim.options", "give arguments that it takes", "pass to shard() what step() does")
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -304,7 +304,10 @@ def test_it_learns_on_the_device_and_has_the_same_bits_on_host_and_nvme(here):
         ([*OPEN, "optim.options.sacle=1"], "names no argument sacle: remove it from optim.options"),
         ([*WORDS, "optim.options.scale=bad"], "scale is 'bad'; give arguments that it takes"),
         (["optim=own", "optim.target=own_optimizers:Plain"], "takes no weight_decay: set optim.weight_decay=0"),
-        ([*WORDS, "offload=host"], 'Normed has no .* with offload=none. .* set optim.contract="by itself"'),
+        (
+            [*WORDS, "offload=host"],
+            'Normed has no .* offload=none.* what step.. does: optim.contract="by itself"',
+        ),
     ],
 )
 def test_what_does_not_go_is_one_line(here, more, said):

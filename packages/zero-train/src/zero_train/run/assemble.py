@@ -130,7 +130,7 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
         if config.optim.kind == "own" and config.offload.kind == "none":
             return None  # it runs on the device, as its own class does
         if config.optim.kind == "own":
-            text = str(error).replace('say shard(optimizer_contract="by itself")', 'set optim.contract="by itself"')
+            text = str(error).replace("pass to shard() what step() does: optimizer_", "say what step() does: optim.")
             text = planning.keyed(text.replace("without store=", "with offload=none"), config)
             raise ConfigError(f"optim.target={config.optim.target}: {text}") from error
         raise ConfigError(
