@@ -1,10 +1,12 @@
 """An accelerate script with zero_hf.Accelerator trains as it does with accelerate's, wherever the state is kept."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from accelerate import load_checkpoint_in_model
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -171,6 +173,11 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused_and_the_ways_ou
     for precision in ("fp16", "fp8"):
         with launched(), pytest.raises(ConfigError, match=f"mixed_precision='{precision}'.*use mixed_precision='bf16'"):
             accelerator({}, mixed_precision=precision)
+    for hook in (DDPCommunicationHookType.BF16, DDPCommunicationHookType.NO):
+        handlers = [DistributedDataParallelKwargs(comm_hook=hook)]
+        refused = pytest.raises(ConfigError, match="comm_hook='bf16'.*: leave comm_hook out")
+        with launched(), nullcontext() if hook is DDPCommunicationHookType.NO else refused:
+            accelerator({}, kwargs_handlers=handlers)
     with launched():
         script = Script({}, steps=1, mixed_precision="bf16")
         assert len(script.train()) == 2

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 
 import zero_core
@@ -43,8 +43,8 @@ class Accelerator(AcceleratorCheckpoints):
     that is prepared without an optimizer is sharded and not trained, like a reference model. A prepared model stays the
     same object: nothing wraps it.
 
-    Raises ConfigError for mixed_precision "fp16" and "fp8", and if accelerate is configured to use DeepSpeed, FSDP,
-    Megatron-LM, XLA or a ParallelismConfig, which shard or wrap models themselves.
+    Raises ConfigError for mixed_precision "fp16" and "fp8", for a comm_hook, and if accelerate is configured to use
+    DeepSpeed, FSDP, Megatron-LM, XLA or a ParallelismConfig, which shard or wrap models themselves.
     """
 
     def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | str | Path | None = None, **kwargs: Any):
@@ -61,6 +61,12 @@ class Accelerator(AcceleratorCheckpoints):
             raise ConfigError(
                 f"accelerate was told to use {other}, which distributes models itself: leave it out of the script and "
                 "of `accelerate launch`, or use accelerate.Accelerator"
+            )
+        hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+        if hook != DDPCommunicationHookType.NO:
+            raise ConfigError(
+                f"DistributedDataParallelKwargs(comm_hook={hook.value!r}) changes the reductions of "
+                "DistributedDataParallel, which does not wrap a sharded model: leave comm_hook out"
             )
 
     # -- preparing -----------------------------------------------------------------------------------------------------
