@@ -31,7 +31,7 @@ def test_gradients_that_were_not_zeroed_are_refused():
     with pytest.raises(GradientError, match=r"of the last step\(\) were not zeroed \(that of 0.weight"):
         optimizer.step()
     backward(model, 1)
-    with pytest.raises(GradientError, match=r"torch would add to them.*Call optimizer.zero_grad\(\) after each step"):
+    with pytest.raises(GradientError, match=r"torch would step them again.*optimizer.zero_grad\(\) after each step"):
         optimizer.step()
     model.zero_grad()
     assert model[0].weight.grad is None

@@ -224,7 +224,7 @@ REFUSED: list[tuple[str, Any, type[ZeroError], str, Any]] = [
      ShardedParameterError, r"1.0.base.state.other' .* memory with 1.0.base.weight", None),
     ("wrapper", lambda base: setattr(base.weight, "codes", Scaled.of(torch.ones(WIDTH, WIDTH)).data),
      ShardedParameterError,
-     "codes, of class Scaled, .* inner tensor 'codes' is not plain.* Convert .* to a plain parameter before", convert),
+     "codes', a Scaled, .* tensor 'codes' inside .* Put a plain nn.Parameter in the place of", convert),
     ("wrapper", lambda base: base.weight.requires_grad_(True), ShardedParameterError, ASKS, convert),
     ("wrapper", lambda base: base.weight.requires_grad_(True), ShardedParameterError, ASKS, freeze),
     ("packed", lambda base: setattr(base.weight, "bnb_quantized", False),

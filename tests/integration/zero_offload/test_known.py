@@ -97,7 +97,7 @@ def patched(block: nn.Module) -> None:
     block.mlp.forward = lambda x: original(x)
 
 
-@pytest.mark.advice("If they do not, set row_modules=[{}]")
+@pytest.mark.advice("depends on another one there, set row_modules=[{}]")
 @pytest.mark.parametrize(
     ("change", "rows", "tokens"),
     [

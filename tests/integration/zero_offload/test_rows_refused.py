@@ -63,7 +63,7 @@ class Hidden(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "named", "message"),
     [
-        ("gate", (), "unit layers.0 is of class Hidden, and rows= does not know whether rows of a batch depend"),
+        ("gate", (), "unit layers.0 is of class Hidden, and rows= would compute some rows"),
         ("loss", (), "set row_modules=.'layers.[*]'.. Else give the unit of layers.0 the policy 'keep'"),
         ("loss", ("layers.0",), "2 rows at once and 1 at a time give gradients of its inputs with a relative"),
     ],

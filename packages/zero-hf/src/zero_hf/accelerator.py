@@ -65,7 +65,7 @@ class Accelerator(AcceleratorCheckpoints):
         hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
         if hook != DDPCommunicationHookType.NO:
             raise ConfigError(
-                f"DistributedDataParallelKwargs(comm_hook={hook.value!r}) changes the reductions of "
+                f"comm_hook {hook.value!r} of DistributedDataParallelKwargs changes the reductions of "
                 "DistributedDataParallel, which does not wrap a sharded model: leave comm_hook out"
             )
 

@@ -194,8 +194,8 @@ class Reducer:
             for k in unit.gradient.left(Leftover.STEPPED):
                 name = unit.layout.slots[k].name
                 raise GradientError(
-                    f"the gradients of the last step() were not zeroed (that of {name}, for one): torch would add to "
-                    "them, but a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
+                    f"the gradients of the last step() were not zeroed (that of {name}, for one). Plain torch would "
+                    "step them again, and step() here has freed them. Call optimizer.zero_grad() after each step()"
                 )
 
     def _told(self, squared: Tensor, options: str) -> tuple[float, list[bool]]:

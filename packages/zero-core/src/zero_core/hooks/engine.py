@@ -269,7 +269,7 @@ class Engine:
                 "backward, use parameter.register_hook(function), which gets this rank's part of the gradient"
             )
         if self.gathered:
-            return "inside zero_core.gathered, which writes parameters back at its end: leave the with block first"
+            return "inside zero_core.gathered, where parameters are not in their shards: leave the with block first"
         return None
 
     def mend(self, what: str) -> None:

@@ -113,8 +113,8 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
     plain = {n: type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for n, t in inner.items()}
     if odd := [n[1:] for n, is_plain in plain.items() if not is_plain]:
         raise ShardedParameterError(
-            f"{name}, of class {kind}, cannot be sharded: its inner tensor {odd[0]!r} is not plain and contiguous. "
-            f"Convert {name} to a plain parameter before zero_core.shard"
+            f"parameter {name!r}, a {kind}, cannot be sharded: the tensor {odd[0]!r} inside of it is no plain, "
+            f"contiguous tensor. Put a plain nn.Parameter in the place of {name!r} before zero_core.shard"
         )
 
 

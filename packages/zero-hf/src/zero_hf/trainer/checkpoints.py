@@ -193,5 +193,8 @@ def _load_weights(model: nn.Module, folder: str) -> bool:
 
 def _trained(run: Run | None) -> Run:
     if run is None or run.optimizer is None:
-        raise ConfigError("there are no optimizer states to save or load before train(): call train() first")
+        raise ConfigError(
+            "optimizer states cannot be saved or loaded before train(), which makes them. To save states, call "
+            "train() first. To load states, call train(resume_from_checkpoint=FOLDER)"
+        )
     return run

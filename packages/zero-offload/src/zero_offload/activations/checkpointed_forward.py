@@ -117,8 +117,9 @@ class Activations(ExitStack):
                 cut = find_cut(name, leaves, names, by_rows.rows, by_rows.shared)
             if cut is not None and unknown:
                 raise ActivationError(
-                    f"unit {name} {unknown}, and rows= does not know whether rows of a batch depend on each other. If "
-                    f"they do not, set row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]. Else {way_out('rows', name)}"
+                    f"unit {name} {unknown}, and rows= would compute some rows of a batch after others. If no row "
+                    f"depends on another one there, set row_modules=[{re.sub(r'[0-9]+', '*', name)!r}]. Else "
+                    f"{way_out('rows', name)}"
                 )
             return recomputed.call(args, kwargs, leaves, structure, cut, pack)
 
