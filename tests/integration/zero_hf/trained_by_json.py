@@ -1,9 +1,11 @@
 """A Trainer script with a JSON of DeepSpeed's: `stock|ours ds_config.json FOLDER fp32|bf16 [CHECKPOINT]`."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 import transformers
 
 from .trainers import Logs, llama, rows
@@ -37,6 +39,9 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=resumed[0] if resumed else None)
     if trainer.is_world_process_zero():
         (Path(folder) / f"{which}.json").write_text(json.dumps(logs.losses))
+    if which == "stock":
+        dist.barrier()
+        os._exit(0)  # DeepSpeed's threads do not always end: then the process aborts
 
 
 if __name__ == "__main__":
