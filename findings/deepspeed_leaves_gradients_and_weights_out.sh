@@ -6,7 +6,7 @@
 #     engine.load_checkpoint(folder, load_module_only=True) gives the engine the saved weights.
 # Found: at stages 1 and 2 the step is that of `b` alone; at stage 0 it is that of both. At stage 3 the weights stay
 #     those that the engine began with; at stages 1 and 2 they are the saved ones. Neither says a word.
-# What follows for users of this library: zero_deepspeed's engine adds up all backwards, and reads the weights at every
+# What follows for users of this library: the engine here adds up all backwards, and reads the weights at every
 #     stage. So a script that makes such calls trains otherwise than it did.
 set -euo pipefail
 work=$(mktemp -d)

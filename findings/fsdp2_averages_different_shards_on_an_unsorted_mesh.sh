@@ -7,7 +7,7 @@
 # Found: weights differ from those of plain torch from the first step on, without a word. DeviceMesh sorts the ranks of
 #     each process group, so in the rows ranks 1 and 0 hold the first shards and ranks 3 and 2 the second ones. The
 #     columns average ranks 3 and 0, and 1 and 2: a first shard with a second one.
-# What follows for users of this library: zero_core.shard refuses such a mesh.
+# What follows for users of this library: such a mesh is refused before training.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -136,7 +136,7 @@ def test_a_model_that_another_ones_loss_passes_through_is_frozen_for_it():
         for each, scale in zip(ours, (64.0, 8.0), strict=True)
     ]
     x = torch.randn(5, 4)
-    with pytest.raises(GradientError, match=r"loss shall not train the model, call model.requires_grad_\(False\)"):
+    with pytest.raises(GradientError, match=r"loss must not train the model, call model.requires_grad_\(False\)"):
         mine[0].scale_loss(ours[1](ours[0](x)).mean()).backward()
     mine[0].zero_grad(), mine[1].zero_grad()
     for _ in range(2):

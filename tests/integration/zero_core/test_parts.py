@@ -224,7 +224,7 @@ REFUSED: list[tuple[str, Any, type[ZeroError], str, Any]] = [
      ShardedParameterError, r"1.0.base.state.other' .* memory with 1.0.base.weight", None),
     ("wrapper", lambda base: setattr(base.weight, "codes", Scaled.of(torch.ones(WIDTH, WIDTH)).data),
      ShardedParameterError,
-     "codes', a Scaled, .* tensor 'codes' inside .* Put a plain nn.Parameter in the place of", convert),
+     "codes', a Scaled, .* tensor 'codes' inside .* Replace .* by a plain nn.Parameter", convert),
     ("wrapper", lambda base: base.weight.requires_grad_(True), ShardedParameterError, ASKS, convert),
     ("wrapper", lambda base: base.weight.requires_grad_(True), ShardedParameterError, ASKS, freeze),
     ("packed", lambda base: setattr(base.weight, "bnb_quantized", False),

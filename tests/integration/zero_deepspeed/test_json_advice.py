@@ -117,7 +117,7 @@ REFUSALS = [  # what is in the file, what the refusal says, and what it says to 
     ({"scheduler": {"params": {"step_size": 1}}}, "name the type", {"scheduler": STEP}),
     (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
-        'nothing here resolves "auto": write a value',
+        'no argument resolves "auto": write a value',
         {"scheduler": DECAY},
     ),
 ]

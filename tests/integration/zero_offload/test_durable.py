@@ -294,7 +294,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
     with pytest.raises(ZeroError, match="resume\\(\\) was already called: call it once, after"):
         zero_core.resume(model, optimizer)
     kit.step(optimizer, model(torch.zeros(2, 24)).sum())
-    with pytest.raises(ZeroError, match=r"\['extra'\] is of type object. Only numbers, .*give what the object holds"):
+    with pytest.raises(ZeroError, match=r"\['extra'\] is of type object. Only numbers, .*give the object's contents"):
         model(torch.zeros(2, 24))
     given[0] = {"position": 1}
     kit.step(optimizer, model(torch.zeros(2, 24)).sum())

@@ -138,7 +138,7 @@ class Reading:
         wanted, argument = self._resolved.get(key, (default, None))
         if value == "auto" and wanted is None:
             raise ValueError(
-                'nothing here resolves "auto": write a value. Or pass from_deepspeed arguments= or num_training_steps='
+                'no argument resolves "auto": write a value. Or pass from_deepspeed arguments= or num_training_steps='
             )
         if value != "auto" and argument and value != wanted:
             raise ValueError(f'the TrainingArguments have {argument}={wanted!r}: make them agree, or write "auto"')

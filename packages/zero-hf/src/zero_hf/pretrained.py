@@ -191,7 +191,7 @@ def _attach(
         listed = "; ".join(f"{name}: file {file}, model {own}" for name, file, own in sorted(info.mismatched_keys))
         raise PretrainedError(
             f"{folder} does not fit {type(model).__name__}: shapes differ: {listed}. Give the config that fits. Or "
-            "pass ignore_mismatched_sizes=True, which initialises these parameters anew"
+            "pass ignore_mismatched_sizes=True, which initialises these parameters again"
         )
     if quantiser is not None:
         quantiser.fill(model, values)

@@ -223,7 +223,7 @@ class Engine:
             raise GradientError(
                 f"the loss of this backward is not scaled. It reached the parameter {unit.layout.slots[k].name!r} of "
                 f"{type(self.model).__name__}, which was sharded with loss_scale=. Call "
-                "optimizer.scale_loss(loss).backward(). If this loss shall not train the model, call "
+                "optimizer.scale_loss(loss).backward(). If this loss must not train the model, call "
                 "model.requires_grad_(False) before the forward"
             )
         unit.gradient.given() if any(unit.index in visit.units for visit in visits) else unit.gradient.collect(k)

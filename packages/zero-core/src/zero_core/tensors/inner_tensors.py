@@ -114,7 +114,7 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
     if odd := [n[1:] for n, is_plain in plain.items() if not is_plain]:
         raise ShardedParameterError(
             f"parameter {name!r}, a {kind}, cannot be sharded: the tensor {odd[0]!r} inside of it is no plain, "
-            f"contiguous tensor. Put a plain nn.Parameter in the place of {name!r} before zero_core.shard"
+            f"contiguous tensor. Replace {name!r} by a plain nn.Parameter before zero_core.shard"
         )
 
 

@@ -65,7 +65,7 @@ def _told(value: Any, what: str, tensors: list[bytes]) -> Any:
             return kind(value)
     raise ZeroError(
         f"{what} is of type {type(value).__name__}. Only numbers, strings, bytes, lists, tuples, dicts and tensors can "
-        "be saved with a step: give what the object holds, such as its state_dict()"
+        "be saved with a step: give the object's contents, such as its state_dict()"
     )
 
 

@@ -154,7 +154,7 @@ class GradientStore:
         if self._plan.gradient_itemsize < GRADIENT_BYTES and not fits(values, self.dtype):
             raise OffloadError(
                 f"new values for the gradient of {self._plan.units[i].spec.name} would be rounded to {self.dtype}, and "
-                f"nothing was written: with accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element "
+                f"none was written: with accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element "
                 f"for gradients. Set accumulate=2 in zero_offload.plan or TieredStore, for {GRADIENT_BYTES} bytes. Or "
                 f"round the values first: values.to({self.dtype})"
             )
