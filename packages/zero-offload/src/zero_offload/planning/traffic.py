@@ -7,7 +7,9 @@ All figures are one rank's. Not here: the bytes that each tier holds (in `StoreP
     optimizer    the record of every trained tile is read and written once, unless it stays in a slot
     parameters   read for each forward and each backward (stage 3), trained tiles written once by the update, unless no
                  other unit takes their slot. The units that forward used last are still in the unit slots when backward
-                 begins with them. Others may be, too, such as one that was just updated: reads are an upper bound
+                 begins with them. Others may be, too, such as one that was just updated. The update of fp32
+                 parameters, which are their own masters, reads them once more where it runs far ahead of the next
+                 forward: not counted. All other reads are an upper bound
     gradients    the first that arrives in a step is written in the reduce dtype; each later one reads the sum and
                  writes it in fp32; the update reads the last form. Those that stay in slots are neither written nor
                  read
