@@ -1,6 +1,6 @@
 """Defines `ShardStore`, the one seam of the core: the protocol that keeps a rank's shards. Passes shard_spec.py on.
 
-Owns no tensors and no policy. `device_store.DeviceStore` is the default; other packages bring tiers by filling this.
+Owns no tensors and no policy. `DeviceStore` (optim/device_store.py) is the default; other packages bring tiers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Resumes a run over a durable store where the process before this one ended, whatever ended it (`resume`).
+"""Resumes a run from its durable store after a kill (`resume`), at the last step that all ranks have on disk.
 
 Writes the generations of a run's ranks as one checkpoint, too, which any number of ranks, stage and store can load.
 Owns a generation's values besides shards: steps, groups, scheduler, loss scale, buffers, random state, the caller's own

@@ -1,4 +1,4 @@
-"""Defines the protocol of the collectives between a sharded model's ranks, and calls those of torch's backend.
+"""Defines `Collectives`, the protocol between a sharded model's ranks, and implements it by torch's backend.
 
 A new collective begins here; gloo.py implements it by messages, and ranks.py calls it for units. Owns no group.
 `TorchCollectives` knows their names in this version of torch.

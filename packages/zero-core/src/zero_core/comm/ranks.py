@@ -1,4 +1,4 @@
-"""Calls the collectives of collectives.py for the units of a sharded model. No unit's state, no schedule.
+"""Gathers and reduces the units of a sharded model through `Collectives`. No unit's state, no schedule.
 
 [Note: crossing collectives]
 Two ranks that call collectives of one size in different orders exchange wrong data without an error. Every collective

@@ -1,4 +1,4 @@
-"""Keeps a unit's complete gradient on this rank, or reduces it into the store, one reduction at a time.
+"""Reduces complete gradients of units into the store, one at a time, or leaves them unreduced on this rank.
 
 Before a step it tells the ranks each other's facts: the norm, used parameters, late gradients, digests of their calls.
 Owns the decision to keep or reduce, the dropping of gradients, and the refusals of that exchange. Not here: when a

@@ -1,1 +1,1 @@
-"""Runs the optimizer's side of a step: `step()`, the default store's update, and states that are carried over."""
+"""Runs the optimizer's side of a step, and keeps shards and states on the device (`DeviceStore`) by default."""

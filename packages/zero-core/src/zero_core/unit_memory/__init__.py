@@ -1,1 +1,1 @@
-"""Gives a unit its unsharded memory, decides how long it stays, and keeps its gradient until it is reduced."""
+"""Gives a unit its unsharded memory, decides how long it stays, and collects its gradient until backward is over."""

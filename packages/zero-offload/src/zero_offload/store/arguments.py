@@ -1,4 +1,4 @@
-"""Checks the arguments of a TieredStore, plans its shards with them, and finds the generations to go on from."""
+"""Checks the arguments of a TieredStore, plans its shards, and opens the generation that a durable run resumes."""
 
 from __future__ import annotations
 

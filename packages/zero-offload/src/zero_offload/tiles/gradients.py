@@ -1,4 +1,4 @@
-"""Keeps gradients by tier until the update, in slots where they wait for the disk, and adds them up in fp32.
+"""Keeps gradients by tier until the update: each waits for the disk in a slot, and later ones are added in fp32.
 
 Owns the memory, the extents and the chunk sums. Not here: the arithmetic (in the UpdateStep).
 
