@@ -112,10 +112,10 @@ def test_a_queue_forgotten_on_the_thread_of_its_backend_does_not_wait_for_itself
         store._loop.call_soon_threadsafe(lambda: (gc.collect(), collected.set()))
         del slab
         go.set()
-        assert collected.wait(10)
+        assert collected.wait(60)
     finally:
         gc.enable()
-    store._thread.join(10)
+    store._thread.join(60)
     assert not store._thread.is_alive() and not store._live
     with pytest.raises(OSError):
         os.fstat(descriptor)
@@ -137,10 +137,10 @@ def test_a_request_that_waits_for_room_is_refused_when_the_queue_is_closed(tmp_p
     while not store._changed._waiters:  # type: ignore[attr-defined]
         pass
     closing.start()
-    thread.join(10)
+    thread.join(60)
     assert "closed" in str(refused)
     go.set()
-    closing.join(10)
+    closing.join(60)
     slab.close()
     assert not store._thread.is_alive()
 
@@ -164,6 +164,6 @@ def test_close_that_ctrl_c_interrupts_at_its_end_closes_the_files(tmp_path, go, 
         slab.close()
     with suppress(OSError):  # another thread may have opened a file under the same number since
         assert not os.path.samestat(file, os.stat(descriptor))
-    store._thread.join(10)
+    store._thread.join(60)
     assert not store._thread.is_alive()
     slab.close()
