@@ -211,9 +211,7 @@ class Slab(IOQueue):
         self._check_usable()
         memory = as_memory(buffer, writable=not write)
         if offset < 0 or offset + memory.nbytes > extent.nbytes:
-            raise ValueError(
-                f"bytes [{offset}, {offset + memory.nbytes}) are outside an extent of {extent.nbytes} bytes"
-            )
+            raise ValueError(f"bytes [{offset}, {offset + memory.nbytes}) are outside an extent of {extent.nbytes}")
         self._extents.check(extent)
         check = None if self._checksums is None else self._checksums.observe(write, extent, offset, memory)
         return self._start(write, extent.offset_bytes + offset, memory, check)
