@@ -90,7 +90,7 @@ def marked() -> dict[str, Tensor]:
     return {"marks": torch.tensor([0] * 4 + [1] * 2 + [0] * 4)}
 
 
-@pytest.mark.advice(", or leave {}= out", "give the unit of {} the policy 'keep'")
+@pytest.mark.advice(", or leave {}= out", "give the unit with {} the policy 'keep'")
 @pytest.mark.parametrize(
     ("message", "how", "options"),
     [
@@ -110,10 +110,11 @@ def marked() -> dict[str, Tensor]:
 )
 def test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows(message, how, options):
     told = (
-        r".* (?:Else )?give the unit of layers.0 the policy 'keep' \(policy={'layers.0': 'keep', ...}\). Or leave rows="
+        r".* (?:Else )?give the unit with layers.0 the policy 'keep' "
+        r"\(policy={'layers.0': 'keep', 'layers.\*': 'recompute'}\). Or leave rows="
     )
     refused(f"module layers.0 {message}{told}", how, **options)
-    works({"layers.0": "keep", "layers.1": "recompute"}, how, rows=2, **options)
+    works({"layers.0": "keep", "layers.*": "recompute"}, how, rows=2, **options)
     works("recompute", how, **options)
 
 

@@ -225,8 +225,10 @@ class InOwnForward(Block):
     ],
 )
 def test_a_named_module_that_mixes_tokens_is_refused_and_a_block_of_which_none_is_known(block, named, message):
-    """What the error says works, as does not to name it: then it computes whole rows."""
-    with pytest.raises(ActivationError, match=f"{message}.*the policy 'keep'.*Or leave tokens= out"):
+    """What the error says works. A module that is not named computes whole rows."""
+    unnamed = "if token_modules= names layers.0.other, leave it out there. Or " if named else ""
+    told = f"{message}.*{unnamed}give the unit with layers.0.* the policy 'keep'.*Or leave tokens= out"
+    with pytest.raises(ActivationError, match=told):
         gradients(block(), rows_of(), tokens=5, token_modules=named)
     expected = gradients(block(), rows_of())
     ways_out = ({"policy": "keep", "tokens": 5}, {"tokens": TOKENS}, {"tokens": None}, {"tokens": 5})

@@ -1,5 +1,6 @@
 """What is refused beside torch.optim.Muon, with ways out that work, and other optimizers that need whole parameters."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import zero_core
+import zero_nvme
 from examples.soap import SOAP
 from tests import kit
 from tests.chunks import small_chunks
@@ -103,7 +105,7 @@ def test_joint_optimizers_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.advice("give ByteStores whose alignment divides")
 @pytest.mark.promise("muon-refused")
-def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> None:
+def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused(tmp_path: Path) -> None:
     model = built()
     disk = MemoryByteStore()
     disk.alignment = 1 << 16
@@ -111,8 +113,9 @@ def test_a_tier_whose_blocks_are_larger_than_a_matrix_begins_at_is_refused() -> 
         PlacementError, match=r"updates parameter layers.0.up.weight whole.*multiples of 65536 bytes: give ByteStores"
     ):
         zero_core.shard(model, pair(model.named_parameters()), store=TieredStore("nvme", nvme=disk))
-    store = TieredStore("nvme", nvme=MemoryByteStore())
-    step_once(zero_core.shard(model, pair(model.named_parameters()), store=store), model)
+    with zero_nvme.Slab([tmp_path], direct=False, allow_memory=True) as slab:
+        store = TieredStore("nvme", nvme=slab)
+        step_once(zero_core.shard(model, pair(model.named_parameters()), store=store), model)
 
 
 @pytest.mark.advice("give each optimizer the parameters that it had")

@@ -64,7 +64,7 @@ class Hidden(nn.Module):
     ("kind", "named", "message"),
     [
         ("gate", (), "unit layers.0 is of class Hidden, and rows= would compute some rows"),
-        ("loss", (), "set row_modules=.'layers.[*]'.. Else give the unit of layers.0 the policy 'keep'"),
+        ("loss", (), "set row_modules=.'layers.[*]'.. Else give the unit with layers.0 the policy 'keep'"),
         ("loss", ("layers.0",), "2 rows at once and 1 at a time give gradients of its inputs with a relative"),
     ],
 )
@@ -166,7 +166,7 @@ def test_where_the_batch_is_as_long_as_the_sequence_the_user_says_what_is_shared
 def test_a_number_of_rows_or_tokens_that_is_none_is_refused(option):
     model, store, optimizer = build(Case())
     for number in (0, -1, 2.0, True):
-        with pytest.raises(ActivationError, match=f"{option}={number!r}: give the number of {option}"):
+        with pytest.raises(ActivationError, match=f"{option}={number!r} must be a whole number, 1 or more"):
             offload_activations(model, store, "recompute", **{option: number})
     for pattern in ("h.*", "layers.9"):
         with pytest.raises(

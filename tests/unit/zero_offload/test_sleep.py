@@ -172,7 +172,10 @@ def test_stores_share_one_budget_of_host_memory() -> None:
     budget = HostBudget(needed + needed // 2)
     one = make("host", driver=SMALL, host_bytes=budget)
     assert budget.free_bytes == needed // 2
-    with pytest.raises(BudgetError, match=r"Other stores have .* call sleep\(\) or close\(\) of another store"):
+    with pytest.raises(
+        BudgetError,
+        match=r"Other stores have .* give HostBudget more bytes. Or call sleep\(\) or close\(\) of another store",
+    ):
         make("host", driver=SMALL, host_bytes=budget)
     one.store.sleep()
     assert budget.free_bytes == budget.nbytes

@@ -155,10 +155,9 @@ class MemoryByteStore:
             raise ClosedError(f"the {type(self).__name__} is closed; create another")
 
     def _check_room(self, wanted: int) -> None:
-        if self.capacity_bytes is not None and wanted > self.capacity_bytes:
-            raise BudgetError(
-                f"MemoryByteStore: {gib(wanted)} needed, {gib(self.capacity_bytes)} allowed; raise capacity_bytes"
-            )
+        room = self.capacity_bytes
+        if room is not None and wanted > room:
+            raise BudgetError(f"MemoryByteStore: {gib(wanted)} needed, {gib(room)} allowed; raise capacity_bytes")
 
 
 @dataclass
@@ -215,8 +214,8 @@ class CompressedByteStore(MemoryByteStore):
         """Raises BudgetError if `total_bytes` would not fit at the ratio that was given."""
         if self.capacity_bytes is not None and total_bytes > self.capacity_bytes * self.ratio:
             raise BudgetError(
-                f"CompressedByteStore: {total_bytes} bytes do not fit into {self.capacity_bytes} at ratio="
-                f"{self.ratio:g}; raise capacity_gib. Or raise ratio if the data is known to compress better"
+                f"CompressedByteStore: {total_bytes} bytes in all do not fit into {self.capacity_bytes} at "
+                f"ratio={self.ratio:g}; raise capacity_gib. Or raise ratio if the data is known to compress better"
             )
 
     def _check_room(self, wanted: int) -> None:

@@ -162,7 +162,7 @@ def offload_activations(
     """
     for option, given in (("rows", rows), ("tokens", tokens)):
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-            raise ActivationError(f"{option}={given!r}: give the number of {option} computed at once, 1 or more")
+            raise ActivationError(f"{option}={given!r} must be a whole number, 1 or more")
     behind = handle(model)
     nodes = [node for node in behind.engine.nodes if node.module is not model]
     policies = of_modules(policy, nodes, [unit.name for unit in behind.units], store)

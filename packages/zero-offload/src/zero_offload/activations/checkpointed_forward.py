@@ -274,9 +274,8 @@ def sum_in_fp32(units: Iterable[Any], in_parts: Iterable[nn.Module], option: str
     ]
     if narrow and not hasattr(Tensor, "grad_dtype"):
         raise ActivationError(
-            f"{option}= with parameters in {narrow[0].dtype} needs Tensor.grad_dtype, by which autograd adds gradients "
-            f"in fp32, and torch {torch.__version__} lacks it: update to 2.13, use fp32 parameters, or leave "
-            f"{option}= out"
+            f"{option}= with parameters in {narrow[0].dtype} needs Tensor.grad_dtype to add gradients in fp32, and "
+            f"torch {torch.__version__} lacks it: update to 2.13, use fp32 parameters, or leave {option}= out"
         )
     with torch._C.DisableTorchFunctionSubclass():
         before = [parameter.grad_dtype for parameter in narrow]

@@ -33,7 +33,9 @@ LEAVING = 2  # tensors whose device memory is kept until their copy was followed
 
 def keep(module: str, *, unit: bool = True) -> str:
     """The advice to keep a module's activations. unit: the module is a unit, of this name."""
-    return f"give the unit of {module} the policy 'keep'" + (f" (policy={{{module!r}: 'keep', ...}})" if unit else "")
+    others = "".join(module.rpartition(".")[:2]) + "*"
+    policy = f" (policy={{{module!r}: 'keep', {others!r}: 'recompute'}})" if unit else ""
+    return f"give the unit with {module} the policy 'keep'{policy}"
 
 
 class ActivationError(OffloadError, ValueError):

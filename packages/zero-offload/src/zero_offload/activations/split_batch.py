@@ -268,4 +268,5 @@ def same(left: Any, right: Any) -> bool:
 
 def way_out(option: str, name: str) -> str:
     """The advice of an error. With tokens= modules inside of a unit are cut, and have no policy of their own."""
-    return f"{keep(name, unit=option == 'rows')}. Or leave {option}= out"
+    named = "" if option == "rows" else f"if token_modules= names {name}, leave it out there. Or "
+    return f"{named}{keep(name, unit=option == 'rows')}. Or leave {option}= out"

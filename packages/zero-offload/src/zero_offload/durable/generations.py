@@ -175,8 +175,8 @@ class Generations:
             self._check_layout(manifest)
         if manifest.facts["boot"] not in (None, _boot()):
             raise GenerationError(
-                f'{self._named()} was written with durable="process", which syncs no disk, and the machine has '
-                f"restarted since, so values of generation {number} may be lost; {DELETE}"
+                f'{self._named()} was written with durable="process", which syncs no disk (durable=True does), and the '
+                f"machine has restarted since, so values of generation {number} may be lost; {DELETE}"
             )
         self._forget_after(number)
         self._bodies = [None if each is None else self._claim(*each) for each in manifest.facts["bodies"]]

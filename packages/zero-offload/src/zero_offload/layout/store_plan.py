@@ -210,7 +210,7 @@ def _check_alignment(specs: Iterable[ShardSpec], alignment: int) -> None:
         raise PlacementError(
             f"the optimizer updates parameter {uncut} whole, so its tiles begin at multiples of {UNCUT_BYTES} bytes. "
             f"But the ByteStores can only write at multiples of {alignment} bytes: give ByteStores whose alignment "
-            f"divides {UNCUT_BYTES}"
+            f"divides {UNCUT_BYTES}, such as zero_nvme.Slab([path], direct=False)"
         )
 
 

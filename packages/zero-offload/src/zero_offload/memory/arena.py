@@ -52,8 +52,8 @@ class HostBudget:
             yield
         except BudgetError as error:
             raise BudgetError(
-                f"{error}. Other stores have {gib(self._taken)} of the shared budget of {gib(self.nbytes)}: call "
-                "sleep() or close() of another store to free its part"
+                f"{error}. Other stores have {gib(self._taken)} of the HostBudget of {gib(self.nbytes)}: give "
+                "HostBudget more bytes. Or call sleep() or close() of another store"
             ) from error
 
     def give(self, nbytes: int) -> None:
