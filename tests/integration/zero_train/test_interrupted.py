@@ -46,7 +46,7 @@ def test_a_rank_that_waits_for_others_to_start_ends_on_sigterm(tmp_path):
                 time.sleep(0.05)
             time.sleep(1)  # it waits for the other one by now
             process.terminate()
-            assert process.wait(timeout=60) == -signal.SIGTERM
+            assert process.wait(timeout=30) == -signal.SIGTERM
         finally:
             process.kill()
     assert list(tmp_path.iterdir()) == []
