@@ -19,10 +19,10 @@ def test_gradients_before_shard_are_used_or_dropped():
     net = model()
     optimizer = adamw(net)
     backward(net)
-    with advised("call optimizer.step() or optimizer.zero_grad() before"):
-        zero_core.shard(net, optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
+    for use in (optimizer.step, net.zero_grad):
+        with advised("call model.zero_grad(). To use these gradients, call step() of their optimizer before that"):
+            zero_core.shard(net, optimizer)
+        use()
     step(net, zero_core.shard(net, optimizer))
 
 

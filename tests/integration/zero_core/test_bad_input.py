@@ -62,7 +62,7 @@ def test_a_part_of_a_sharded_model_and_a_sharded_optimizer():
     part = r"was given a part of a sharded Stack, without its blocks.0.norm.* on the whole Stack"
     with pytest.raises(AlreadyShardedError, match=part):
         zero_core.shard(model.embed, toys.sgd(model.embed.parameters()))
-    with pytest.raises(AlreadyShardedError, match=r"this optimizer is sharded already: build a new one for another"):
+    with pytest.raises(AlreadyShardedError, match=r"optimizer is sharded already: build a new one for each zero_core"):
         zero_core.shard(toys.Stack(), optimizer)
     second = toys.Stack()
     for other in (nn.Sequential(model), toys.Stack()):
@@ -365,7 +365,7 @@ def test_a_parameter_that_a_forward_changes(change):
     model.blocks[0].up.register_forward_hook(meddle)
     with torch.no_grad():
         model(toys.data(0, 0))
-    with pytest.raises(ChangedParameterError, match=r"up.weight was \(17, 13\), .*: build the model again as it was"):
+    with pytest.raises(ChangedParameterError, match=r"up.weight was \(17, 13\), .*: build the model again, and cast"):
         model(toys.data(0, 0))
 
 

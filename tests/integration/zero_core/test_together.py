@@ -214,7 +214,7 @@ def test_shards_of_several_ranks_are_refused_and_a_contract_helps():
 
 @pytest.mark.advice("Give each parameter a gradient, or use another")
 def test_update_in_backward_and_a_step_of_what_had_no_gradient_are_refused():
-    with pytest.raises(UnsupportedOptimizerError, match="and optimizer Norm is not: leave update_in_backward out"):
+    with pytest.raises(UnsupportedOptimizerError, match="that of Norm does, .*Else leave update_in_backward out"):
         sharded(Norm, stage=3, update_in_backward=True)
     model, optimizer = sharded(Decays)
     model.blocks[0](torch.ones(1, 6)).sum().backward()

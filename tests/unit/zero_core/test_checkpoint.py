@@ -382,7 +382,7 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path,
         raise RuntimeError("unexpected pos 704 vs 598")  # torch.save's words for a full disk
 
     monkeypatch.setattr(torch, "save", full)
-    told = r"could not write .*after \([\d,]+ bytes are free there\): RuntimeError.*Name another folder\. Or make room"
+    told = r"could not write .*after \([\d,]+ bytes are free there\): RuntimeError.*, make room there, or name another"
     with pytest.raises(CheckpointError, match=told):
         checkpoint.save(tmp_path / "after", model, optimizer)
 

@@ -73,7 +73,7 @@ def needs_a_closure(self, closure):
             lambda: keeping("buffers", lambda given: [torch.zeros_like(p) for p in given]),
             r"in self\.buffers, .*: keep tensors of each parameter's shape in self.state\[parameter\]",
         ),
-        (lambda: counting(lambda optimizer, group: optimizer.state), r"changes self\.state\['k'\] in step"),
+        (lambda: counting(lambda optimizer, group: optimizer.state), r"changes self\.state\['k'\] in step.*Keep it"),
         (lambda: counting(lambda optimizer, group: vars(optimizer)), r"changes self\.k in step"),
         (lambda: counting(lambda optimizer, group: group), r"changes param_groups\[\.\.\.\]\['k'\] in step"),
         (lambda: make(step=needs_a_closure), r"raised TypeError.* without a closure. Or use another optimizer"),
@@ -83,6 +83,15 @@ def test_what_a_shard_cannot_keep_is_refused(build, told):
     """Numbers that are of no parameter nobody would save, and every unit would count for itself."""
     with pytest.raises(UnsupportedOptimizerError, match=told):
         kept_states(build(), CPU)
+
+
+@pytest.mark.advice("Keep it in self.state[p]")
+def test_a_number_of_each_parameter_is_kept():
+    def count(self, p, gradient, group):
+        self.state[p]["k"] = self.state[p].get("k", 0) + 1
+        return gradient
+
+    assert kept_states(make(count), CPU).scalars == ("k",)
 
 
 @pytest.mark.advice("may have only numbers, and tensors of the shape of p")

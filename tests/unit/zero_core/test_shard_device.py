@@ -36,7 +36,7 @@ def test_a_gpu_without_a_number_is_the_current_one_and_one_that_is_not_there_is_
     assert compute_device(deferred, None, SimpleNamespace(device_type="cuda")) == torch.device("cuda", 3)
     assert compute_device(deferred, "cuda:1", None) == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(zero_core.ZeroError, match="device=cuda:1: torch sees no such device here; leave device out"):
+    with pytest.raises(zero_core.ZeroError, match="device=cuda:1: torch sees no cuda here; pass device='cpu'"):
         compute_device(nn.Linear(3, 3), "cuda:1", None)
 
 

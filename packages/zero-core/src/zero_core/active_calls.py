@@ -212,8 +212,8 @@ class Calls:
         if os.getpid() != self._process:
             raise ZeroError(
                 f"{what} of {self._model} began in process {os.getpid()}, which was forked from process "
-                f"{self._process}. The sharded model's threads and memory exist in process {self._process} only: call "
-                "the model there. In a worker of a DataLoader, use a plain model with the sharded model's state_dict()"
+                f"{self._process}. Only that process has the sharded model's threads and memory: call the model there. "
+                "In a worker of a DataLoader, use a plain model that loaded this one's state_dict() before the fork"
             )
         for other, frame in list(self._frames.items()):
             # A dummy thread is one that Python did not start: autograd's own.

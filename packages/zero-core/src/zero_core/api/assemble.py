@@ -299,7 +299,7 @@ def compute_device(model: nn.Module, device: torch.device | str | None, mesh: An
         return devices.pop()
     found = torch.device(device if device is not None else getattr(mesh, "device_type", "cpu"))
     if has_streams(found) and not torch.get_device_module(found).is_available():
-        raise ZeroError(f"device={found}: torch sees no such device here; leave device out to compute on the CPU")
+        raise ZeroError(f"device={found}: torch sees no {found.type} here; pass device='cpu' to compute on the CPU")
     return indexed(found)
 
 

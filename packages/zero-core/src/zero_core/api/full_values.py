@@ -206,8 +206,8 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
     parts = home.cut(_wide("set_full_gradient", home, values, home.shape))
     if not all([place.engine.gradients.write(place.unit, place.index, rows.reshape(-1)) for place, rows, _ in parts]):
         raise GradientError(
-            f"set_full_gradient() of {home.name}, which has no gradient: the parameter is frozen, or no backward "
-            "has reached it since zero_grad(). Unfreeze it. Or call set_full_gradient() between backward() and step()"
+            f"set_full_gradient() of {home.name}, which has no gradient: it is frozen (unfreeze it before shard()), or "
+            "no backward has reached it since zero_grad() (call set_full_gradient() between backward() and step())"
         )
 
 

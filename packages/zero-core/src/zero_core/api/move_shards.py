@@ -134,8 +134,7 @@ class Earlier:
             store.wait()
         except Exception as error:
             raise AlreadyShardedError(
-                f"{call}() cannot read the values of a sharded model: build the model again, and load a checkpoint. "
-                f"Next time, call {call}() before optimizer.close(). The failure: {type(error).__name__}: {error}"
+                f"{call}() cannot read the values of a sharded model: {error}. Build it again, and load a checkpoint"
             ) from error
         self._refuse_gradients(engine)
         if engine.commits is not None:
@@ -154,8 +153,8 @@ class Earlier:
         if engine.ranks.anywhere([bool(lost)], self._call)[0]:
             whose = listed(list(dict.fromkeys(lost))) if lost else "on another rank"
             raise ZeroError(
-                f"parameters have gradients ({whose}), which {self._call}() would lose: before "
-                f"{self._call}(), call step() of their optimizer, or model.zero_grad()"
+                f"parameters have gradients ({whose}), which {self._call}() would lose: before {self._call}(), call "
+                "model.zero_grad(). To use these gradients, call step() of their optimizer before that"
             )
 
     def _go_back(self, engine: Engine) -> None:

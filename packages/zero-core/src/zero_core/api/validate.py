@@ -48,7 +48,7 @@ def check_given(
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ZeroError(f"max_grad_norm={max_grad_norm}: give a norm above 0, or None, which does not clip")
     if any(isinstance(each, ShardedOptimizer) or "_zero_sharded" in each.__dict__ for each in members_of(optimizer)):
-        raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
+        raise AlreadyShardedError("this optimizer is sharded already: build a new one for each zero_core.shard")
     for each, name in product({optimizer, *members_of(optimizer)}, TAKEN):
         method = getattr(each, name)
         method = getattr(method, "__func__", method)
@@ -92,8 +92,8 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, param_dtype: torch
     plain = [(n, p) for n, p in model.named_parameters() if p.__dict__.get("_zero_home") is None]
     if pending := [name for name, parameter in plain if parameter.grad is not None]:
         raise ZeroError(
-            f"shard() would lose the gradients of {listed(pending, most=1)}: call optimizer.step() or "
-            "optimizer.zero_grad() before shard()"
+            f"shard() would lose the gradients of {listed(pending, most=1)}: before shard(), call "
+            "model.zero_grad(). To use these gradients, call step() of their optimizer before that"
         )
     trained, stepped = [p for p in given if p.requires_grad], {id(p) for p in given}
     if odd := [p.dtype for p in trained if not p.is_floating_point()]:

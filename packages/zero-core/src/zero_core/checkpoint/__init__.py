@@ -276,7 +276,7 @@ def _unwrapped(written: Path | None = None) -> Iterator[None]:
         if isinstance(error, ZeroError):
             raise error from None
         where = f"write {written} ({room(written)})" if written else "read the checkpoint"
-        way = ". Name another folder. Or make room, if the disk is full" if written else ""
+        way = ". If the folder is the cause, make room there, or name another" if written else ""
         raise CheckpointError(f"rank {rank} could not {where}: {type(error).__name__}: {error}{way}") from error
 
 

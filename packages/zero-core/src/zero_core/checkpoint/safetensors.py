@@ -148,15 +148,14 @@ def _indexed(folder: Path, index_path: Path) -> dict[str, Entry]:
         listed = next(value for key, value in pairs if key == "weight_map")
         weight_map: dict[str, str] = dict(listed)
     except (ValueError, TypeError, StopIteration) as error:
-        raise PretrainedError(
-            f"{index_path} is damaged, or no index of safetensors: {error!r}; fetch it again"
-        ) from error
+        raise PretrainedError(f"{index_path} is damaged, or no index: {error!r}; fetch it again") from error
     if twice := [name for name, file in listed if weight_map[name] != file]:
         raise PretrainedError(f"{index_path} names two files for the tensor {twice[0]!r}: fetch it again")
     files = sorted(set(weight_map.values()))
     if absent := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
         raise PretrainedError(
-            f"{index_path} names {', '.join(absent)}, no file in its folder: copy the file there, or correct the index"
+            f"{index_path} names {', '.join(absent)}, no file in its folder: copy the file there, "
+            "and name it in the index without a folder"
         )
     headers = {f: read_header(folder / f) for f in files}
     if lost := [n for n, f in weight_map.items() if n not in headers[f]]:

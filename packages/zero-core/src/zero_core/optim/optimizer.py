@@ -81,8 +81,8 @@ class ShardedOptimizer(Optimizer):
         if updates is not None:
             if self._by_itself or self._together:
                 raise UnsupportedOptimizerError(
-                    f"update_in_backward=True needs an optimizer that is known to update each element alone, such as "
-                    f"AdamW, and optimizer {self._kind} is not: leave update_in_backward out"
+                    f"update_in_backward=True needs a step() that updates each element alone. If that of {self._kind} "
+                    'does, pass optimizer_contract="elementwise" to zero_core.shard. Else leave update_in_backward out'
                 )
             updates.options = self._options
         self.state: Any = States()

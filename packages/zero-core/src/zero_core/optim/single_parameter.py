@@ -95,8 +95,8 @@ def _dry(
     odd = [f"{name!r} ({_told(value)})" for name, value in state.items() if not _can_be_kept(value)]
     if odd or strange:
         raise UnsupportedOptimizerError(
-            f"optimizer {kind_of(member)} keeps the state {', '.join(odd or strange)}. Only contiguous float32 tensors "
-            "and numbers can be kept in shards: set options without such states, or use another optimizer"
+            f"optimizer {kind_of(member)} keeps the state {', '.join(odd or strange)}. Shards keep only contiguous "
+            "float32 tensors and numbers, in self.state[p]: set options without such states, or use another optimizer"
         )
     return {n: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
 

@@ -130,9 +130,10 @@ def dry_steps(optimizer: Optimizer, group: int, shape: tuple[int, ...], device: 
     step_twice(trial, probe, torch.full_like(probe, 0.25))
     after = _numbers(trial)
     if changed := [key for key in after if key not in before or not same(before[key], after[key])]:
+        way = "Keep it in self.state[p]" if any(key.startswith("self.state[") for key in changed) else _WAY_OUT
         raise UnsupportedOptimizerError(
             f"optimizer {kind_of(optimizer)} changes {', '.join(changed)} in step(). No checkpoint saves such a "
-            f"change, and the optimizer's copies that step other shards lack it. {_WAY_OUT}"
+            f"change, and the optimizer's copies that step other shards lack it. {way}"
         )
     return trial.state[probe]
 

@@ -138,8 +138,8 @@ class Unit(UnitMemory):
             for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
                 if parameter.dtype is not self.dtype or parameter.shape != slot.shape:
                     raise ChangedParameterError(
-                        f"{slot.name} was {slot.shape}, {self.dtype} when the model was sharded and is now "
-                        f"{tuple(parameter.shape)}, {parameter.dtype}: build the model again as it was, and shard it"
+                        f"{slot.name} was {slot.shape}, {self.dtype} in shard() and is now {tuple(parameter.shape)}, "
+                        f"{parameter.dtype}: build the model again, and cast or resize it before zero_core.shard"
                     )
             for composite in self.composites:
                 composite.open(self.index)
