@@ -428,7 +428,11 @@ def test_a_model_that_is_not_sharded():
     for call in (zero_core.units, zero_core.handle):
         with pytest.raises(ZeroError, match=r"Stack is not sharded: call zero_core.shard\(model, optimizer\)"):
             call(toys.Stack())
-        call(sharded()[0])
+        model, _ = sharded()
+        for other in (nn.Sequential(model), model.embed):
+            with pytest.raises(ZeroError, match=r"is not sharded: call .* first, and pass this model"):
+                call(other)
+        call(model)
     with pytest.raises(ZeroError, match="no sharded parameter: call zero_core.shard first"):
         with zero_core.gathered(toys.Stack()):
             pass

@@ -80,7 +80,9 @@ class Handle:
 def handle(model: nn.Module) -> Handle:
     """The handle of a model that `shard` was called on."""
     if (found := model.__dict__.get(_HANDLE)) is None:
-        raise ZeroError(f"{type(model).__name__} is not sharded: call zero_core.shard(model, optimizer) first")
+        raise ZeroError(
+            f"{type(model).__name__} is not sharded: call zero_core.shard(model, optimizer) first, and pass this model"
+        )
     return found
 
 

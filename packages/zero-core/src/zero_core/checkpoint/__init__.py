@@ -255,8 +255,8 @@ def _view(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ShardVie
     view = view_of(model)
     if view is None or view.handle.model is not model:
         raise ZeroError(
-            f"{type(model).__name__} is not sharded: call zero_core.shard first, at any stage. Or use "
-            "torch.distributed.checkpoint with model.state_dict(): it reads and writes the same folders"
+            f"{type(model).__name__} is not sharded: call zero_core.shard(model, optimizer) first, and pass this model."
+            " Or use torch.distributed.checkpoint with model.state_dict(): it reads and writes the same folders"
         )
     if optimizer is not None and optimizer is not view.handle.optimizer:
         raise ZeroError(f"the {type(optimizer).__name__} is not the optimizer that shard() returned for this model")

@@ -88,8 +88,8 @@ class GradientAccess:
             if not unit.parameters[k].requires_grad:
                 return False
             raise GradientError(
-                f"{name} requires a gradient and is in no group of the optimizer, so its gradient is dropped in "
-                "backward: give the parameter to the optimizer before zero_core.shard"
+                f"{name} requires a gradient and is in no group of the optimizer, so this rank's gradient of it "
+                "stays in p.grad: use that. Or give the parameter to the optimizer before zero_core.shard"
             )
         if unit.gradient.leftover[k] is Leftover.STEPPED:
             raise GradientError(

@@ -98,9 +98,8 @@ def check_uncut(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
     if odd := [name for name, p in found.items() if not p.is_contiguous()]:
         first = found[odd[0]]
         raise UnsupportedOptimizerError(
-            f"{odd[0]} of shape {tuple(first.shape)} has the strides {first.stride()}. "
-            "Shards are contiguous, and products of contiguous matrices are rounded differently. Make the parameter "
-            "contiguous before zero_core.shard, with p.data = p.data.contiguous()"
+            f"{odd[0]} of shape {tuple(first.shape)} has the strides {first.stride()}. In shards it is contiguous, "
+            "and its products round differently: before zero_core.shard, make it so with p.data = p.data.contiguous()"
         )
     if names and not ranks.cuts_unequally:
         raise UnsupportedOptimizerError(
