@@ -660,7 +660,7 @@ def test_ranks_that_step_with_different_options_are_told_and_go_on_with_the_same
 def test_steps_and_checkpoints_inside_gathered_are_refused(tmp_path):
     model, optimizer = sharded()
     plain = toys.sgd(model.parameters())
-    inside = ZeroError, "inside zero_core.gathered, which .* leave the with block first"
+    inside = ZeroError, "this call inside zero_core.gathered, where .* leave the with block first"
     for use, (error, match) in {
         plain.step: (GradientError, "step.. of a plain SGD inside zero_core.gathered would .*set p.grad yourself"),
         optimizer.step: inside,

@@ -318,8 +318,7 @@ class Engine:
         self.mend("this call")
         if self.gathered:
             raise ZeroError(
-                "this call is not possible inside zero_core.gathered, which holds parameters outside of their shards "
-                "and writes them back at its end: leave the with block first"
+                "this call inside zero_core.gathered, where parameters are not in shards: leave the with block first"
             )
         self.abandon_backward()
         for unit in self.units:
