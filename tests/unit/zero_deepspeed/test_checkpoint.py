@@ -159,7 +159,7 @@ def test_weights_are_the_masters(tmp_path):
     for name, states in truth.values.items():
         found = reader.read(entries[name], 0, entries[name].numel)
         assert torch.equal(found.view(entries[name].shape), states["fp32"])
-    with pytest.raises(ConfigError, match="name the folder of the original model, or leave model= out"):
+    with pytest.raises(ConfigError, match="to copy: name the original model's folder, or leave model= out"):
         convert_weights(tmp_path / "theirs", tmp_path / "half", model=tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "net"}))
     convert_weights(tmp_path / "theirs", tmp_path / "half", dtype=torch.bfloat16, model=tmp_path)

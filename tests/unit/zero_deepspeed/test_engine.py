@@ -239,3 +239,16 @@ def test_the_plan_of_a_loop_counts_what_shard_is_given():
     run = deepspeed.sharding.shard(model, optimizer, zero, find_unused_parameters=True)
     assert run.plan.shape.find_unused_parameters
     run.close()
+
+
+class Own(torch.optim.RMSprop):
+    """As an optimizer that is not listed."""
+
+
+def test_an_optimizer_without_an_update_on_the_host_says_what_it_does_by_an_attribute():
+    model, zero = net(), deepspeed.sharding.Settings(stage=2, optimizer="host")
+    optimizer = Own(model.parameters())
+    with pytest.raises(ConfigError, match='Own has no update .* say by an attribute what step.. does: .*="by itself"'):
+        deepspeed.sharding.shard(model, optimizer, zero)
+    optimizer.optimizer_contract = "by itself"
+    deepspeed.sharding.shard(model, optimizer, zero).close()

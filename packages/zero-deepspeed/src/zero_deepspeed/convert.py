@@ -69,7 +69,7 @@ def convert_weights(
     were saved. model: a folder whose config.json is copied. Raises as `convert` does, and PretrainedError.
     """
     if model is not None and not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"{model} has no config.json: name the folder of the original model, or leave model= out")
+        raise ConfigError(f"{model} has no config.json to copy: name the original model's folder, or leave model= out")
     saved = open_checkpoint(folder, tag, inert=inert)
     values = {name.removeprefix("model."): each for name, each in saved.tensors.items() if name.startswith("model.")}
     kinds = {

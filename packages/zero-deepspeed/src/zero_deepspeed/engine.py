@@ -331,7 +331,7 @@ class Engine(nn.Module):
         """
         if exclude_frozen_parameters:
             raise ConfigError(
-                "exclude_frozen_parameters= is not supported: save zero_core.trained_state_dict(engine.module)"
+                "save_16bit_model cannot exclude frozen parameters: save zero_core.trained_state_dict(engine.module)"
             )
         zero_core.save_pretrained(self.module, save_dir)
         return True

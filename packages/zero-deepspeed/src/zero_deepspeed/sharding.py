@@ -102,8 +102,9 @@ def _step(optimizer: torch.optim.Optimizer) -> Any:
     try:
         return zero_offload.step_for(optimizer, zero_offload.TorchStep())
     except (TypeError, ValueError) as error:
+        said = str(error).replace("pass to shard() what step() does:", "say by an attribute what step() does:")
         raise ConfigError(
-            f"{type(optimizer).__name__} has no update on the host: {error}. Take AdamW, or offload none"
+            f"{type(optimizer).__name__} has no update on the host: {said}. Take AdamW, or offload none"
         ) from error
 
 
