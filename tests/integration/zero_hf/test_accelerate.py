@@ -152,7 +152,7 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused_and_the_ways_ou
                 prepare(sgd(alone))
         acc = accelerator({})
         one, two = layers()
-        told = "models, Linear and Linear.* make an optimizer for each model. Or put the models into one nn.Module"
+        told = "models, Linear and Linear: make an optimizer for each, .* Or put them into one nn.Module"
         with pytest.raises(ZeroError, match=told):
             acc.prepare(one, two, sgd(one, two))
         one, two, *optimizers = acc.prepare(one, two, sgd(one), sgd(two))

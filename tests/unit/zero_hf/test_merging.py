@@ -114,7 +114,7 @@ def test_other_folders_are_refused_and_those_that_errors_name_are_merged(tmp_pat
     refused(r"adapts model\.layers\.7.* name the folder of the base model that", base, adapter, new)
     save_file({name: value[..., :2].contiguous() for name, value in tensors.items()}, file)
     refused("name the folder of the base model that the adapter was trained on", base, adapter, new)
-    refused("name the folder of the base model that the adapter was trained on", adapter, adapter, new)
+    refused("the base .* has no config.json: name the folder of the base model that", adapter, adapter, new)
     file.unlink()
     refused("has no adapter_model.safetensors: save the adapter with save_pretra", base, adapter, new)
     adapted.save_pretrained(adapter)

@@ -87,18 +87,19 @@ def test_generation_by_vllm_is_refused(folder):
         )
 
 
+@pytest.mark.advice("Leave durable or use_adaptive_entropy")
 @pytest.mark.promise("trainer-override-durable")
 def test_the_coefficient_of_adaptive_entropy_is_resumed_and_refused_with_durable(folder, tmp_path):
     """Fails if GRPOTrainer's _load_optimizer_and_scheduler, which reads it from the checkpoint, is not called."""
     if "use_adaptive_entropy" not in trl.GRPOConfig.__dataclass_fields__:
         pytest.skip("this version of TRL has no adaptive entropy")
 
-    def grpo(cls: Any, steps: int, zero: Any = None) -> Any:
+    def grpo(cls: Any, steps: int, zero: Any = None, folder_of_run: Any = tmp_path, adapts: bool = True) -> Any:
         options = {"max_completion_length": 4, "num_generations": 2, "per_device_train_batch_size": 2}
         options |= {"use_cpu": True, "bf16": False, "report_to": [], "activation_checkpointing": False}
-        options |= {"use_adaptive_entropy": True, "entropy_target": 10.0, "entropy_coef": 0.01}
+        options |= {"use_adaptive_entropy": adapts, "entropy_target": 10.0, "entropy_coef": 0.01}
         args = trl.GRPOConfig(
-            str(tmp_path), max_steps=steps, save_steps=2, logging_steps=1, entropy_coef_delta=0.01, **options
+            str(folder_of_run), max_steps=steps, save_steps=2, logging_steps=1, entropy_coef_delta=0.01, **options
         )
         more = {"train_dataset": rows("prompt"), "processing_class": AutoTokenizer.from_pretrained(folder)}
         more |= {} if zero is None else {"zero": zero}
@@ -115,8 +116,9 @@ def test_the_coefficient_of_adaptive_entropy_is_resumed_and_refused_with_durable
     assert found[1][:2] == found[0][:2] and found[0][0] > 0.01
     assert found[1][2] == pytest.approx(found[0][2], rel=1e-4)
     nvme = {"offload": "nvme", "nvme_paths": [str(tmp_path / "nvme")], "durable": "process"}
-    with pytest.raises(zero_hf.ConfigError, match="_load_optimizer_and_scheduler cannot be used .* Leave durable out"):
+    with pytest.raises(zero_hf.ConfigError, match="_load_optimizer_and_scheduler .* Leave durable or use_adaptive"):
         grpo(cls, 2, nvme).train()
+    grpo(cls, 1, nvme, tmp_path / "fixed", adapts=False).train()
 
 
 def test_turns_of_tools_are_refused_where_ranks_would_wait_for_each_other():

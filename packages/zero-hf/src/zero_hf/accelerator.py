@@ -136,7 +136,7 @@ class Accelerator(AcceleratorCheckpoints):
             if len(owners) > 1:
                 raise ZeroError(
                     f"one {kind} trains several models, {' and '.join(type(m).__name__ for m in owners)}: make an "
-                    "optimizer for each model. Or put the models into one nn.Module, and prepare that module"
+                    "optimizer for each, as each is sharded alone. Or put them into one nn.Module, and prepare that"
                 )
             if not owners:
                 continue
@@ -144,9 +144,9 @@ class Accelerator(AcceleratorCheckpoints):
             other = trained.setdefault(id(owners[0]), optimizer) if known is None else known.given or optimizer
             if other is not optimizer:
                 raise ZeroError(
-                    f"two optimizers, {type(other).__name__} and {kind}, train one {type(owners[0]).__name__}: make "
-                    "one optimizer with a parameter group for each of the two. Or, to train the model once more after "
-                    "a training that has ended, prepare the model with a new Accelerator"
+                    f"two optimizers, {type(other).__name__} and {kind}, train one {type(owners[0]).__name__}, which "
+                    "is sharded with one: make one optimizer with a parameter group for each of the two. Or, to train "
+                    "the model once more after a training that has ended, prepare the model with a new Accelerator"
                 )
             if known is not None and known.rounded is not None:
                 raise ZeroError(

@@ -117,8 +117,8 @@ class ZeroConfig:
             )
         if self.activations == "nvme" and not self.on_nvme:
             raise ConfigError(
-                "activations='nvme' needs parameters, gradients or optimizer on nvme, too: write optimizer: nvme, or "
-                "activations: host"
+                "activations='nvme' uses the files of parameters, gradients or optimizer on nvme, and there are none: "
+                "write optimizer: nvme, or activations: host"
             )
 
     @property

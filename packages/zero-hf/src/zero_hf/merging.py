@@ -67,7 +67,7 @@ def merge_adapter(
     base, adapter, out = Path(base), Path(adapter), Path(out)
     if not (base / "config.json").is_file():
         raise ConfigError(
-            f"{base} has no config.json: name the folder of the base model that the adapter was trained on"
+            f"the base {base} has no config.json: name the folder of the base model that the adapter was trained on"
         )
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"the output folder {out} has files already: name a new folder")

@@ -27,8 +27,8 @@ from zero_offload.planning.model_sizes import only_trained
 from .config import ConfigError, ZeroConfig
 
 IN_A_TRAINER = (
-    'In a Trainer, write optim="adamw_torch", "sgd" or "adagrad", which run on every tier, or pass '
-    "optimizers=(zero_optim_cpu.Lion(model.parameters(), lr=1e-4), None)"
+    'In a Trainer, optimizer_contract is a setting of zero=. Or write optim="adamw_torch", "sgd" or "adagrad", which '
+    "run on every tier, or pass optimizers=(zero_optim_cpu.Lion(model.parameters(), lr=1e-4), None)"
 )
 
 
@@ -270,13 +270,13 @@ def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
         reason = str(error)
     if config.states != "fp32":
         raise ConfigError(f"states={config.states!r} needs a kernel of zero-optim-cpu: {reason}. Write states: fp32")
-    with suppress(TypeError, ValueError):
+    try:
         return zero_offload.step_for(optimizer, zero_offload.TorchStep(), by_itself=config.offloads)
+    except (TypeError, ValueError) as error:
+        reason = str(error).replace("without store=", "with offload: none").replace("to shard()", "to ZeroConfig")
     if config.offloads:
         kept_states(optimizer, torch.device("cpu"))  # raises for one that does not run on the device either
-        raise ConfigError(
-            f"{type(optimizer).__name__} has no update on the host: write offload: none. {IN_A_TRAINER}. Why: {reason}"
-        )
+        raise ConfigError(f"{type(optimizer).__name__} has no update on the host: {reason}. {IN_A_TRAINER}")
     return None
 
 
@@ -308,8 +308,8 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
                 os.rmdir(path)
         if error.errno == errno.EBUSY and name is not None:
             raise ConfigError(
-                f"{str(error).partition(';')[0]}. The name of the slab follows from output_dir. Give this run "
-                "another output_dir. Or end the run that has this output_dir now"
+                f"{str(error).partition(';')[0]}. Give this run another output_dir, which names the slab, or "
+                "slab_name=. Or end the run that uses it: call end() of its Trainer, or close() of its run"
             ) from error
         said = str(error).replace("allow_memory=True", "offload: host")
         how = "" if ";" in said else "; name a folder in an existing folder of a mounted drive"

@@ -261,7 +261,8 @@ def _refuse(trainer: DurableTrainer) -> None:
             # Without adaptive entropy, TRL's GRPOTrainer reads no file here.
             bool(own) and getattr(trainer.args, "use_adaptive_entropy", True),
             f"{type(trainer).__name__}'s {' and '.join(own)}",
-            "the method reads a checkpoint's files, and durable runs continue without them. Leave durable out",
+            "the method reads a checkpoint's files, and durable runs continue without them. Leave durable"
+            f"{' or use_adaptive_entropy' if hasattr(trainer.args, 'use_adaptive_entropy') else ''} out",
         ),
     ):
         if found:
