@@ -157,7 +157,7 @@ def test_flags_of_hydra_stand_anywhere_and_values_are_printed_as_they_are(words,
         (["--multirun", "--cfg", "job"], "Only one of"),
         (["recipe=tiny", "--resolve"], "--resolve"),
         (["run.dry=true", "--hydra-help"], "the key run does not exist"),
-        (["tier=3"], "must be a string or a list"),
+        (["tier=3"], "; choose an option that zero-train --help lists"),
     ],
 )
 def test_flags_that_exclude_each_other_are_one_line(words, said, capsys):

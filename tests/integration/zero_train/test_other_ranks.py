@@ -104,7 +104,7 @@ def composed(folder, *overrides):
 @pytest.mark.parametrize(
     ("ranks", "words", "advice", "way"),
     [
-        (3, "", "start a number of ranks that divides 16", (2, "")),
+        (3, "", "start a number of ranks that divides 8", (8, "")),
         (3, "", "or set run.global_batch=18", (3, "run.global_batch=18")),
         (16, "", "set run.micro_batch=1", (16, "run.micro_batch=1")),
         (2, "run.micro_batch=3", "set run.micro_batch=2", (2, "run.micro_batch=2")),

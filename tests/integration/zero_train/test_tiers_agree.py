@@ -214,11 +214,12 @@ def test_a_file_and_a_class_are_a_tier_with_the_bits_of_host_memory(tmp_path, fo
     assert there.losses == host.losses and there.digest == host.digest
 
 
+@pytest.mark.advice("; change offload.nvme_paths or offload.tiers")
 @pytest.mark.promise("unknown-tier")
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("offload.tiers.drawer.drawers=1",), "bytes wanted, and there are 1 drawers"),
+        (("offload.tiers.drawer.drawers=1",), "1 drawers of 512; change offload.nvme_paths or offload.tiers\n$"),
         (("offload.tiers.drawer._target_=no.such.Class",), "offload.tiers.drawer: No module named 'no'"),
         (("hardware.tiers.drawer.gib=0.0001",), "hardware.tiers.drawer.gib"),
         (("offload.optimizer=host", "offload.parameters=host"), "tier is given, but nothing uses it"),

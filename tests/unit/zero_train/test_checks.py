@@ -62,7 +62,7 @@ MISTAKES = [  # words, parts of the message, and words that it advises
     ("offload.nvme_paths=3", "offload.nvme_paths=3 | [/mnt/a,/mnt/b]"),
     (
         "optim.warmup_steps=6",
-        "run.steps=5 | lower optim.warmup_steps, leave it out (it is then a tenth of the steps), or raise",
+        "the 5 steps of | lower optim.warmup_steps, leave it out (it is then a tenth of the steps), or raise",
         "optim.warmup_steps=1",
         "optim.warmup_steps=6 run.steps=60",
     ),

@@ -35,7 +35,12 @@ TALKS = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "c"}]}
         ("sft", {"messages": [ASKED, {**SAID, "train": False}]}, "delete the row", CHAT),
         ("sft", {"system": "s", "messages": [SYSTEM, ASKED, SAID]}, "delete one of them", {"system": "s", **CHAT}),
         ("sft", {**TEXTS, "label": True}, "choose task=kto, or delete `label`", TEXTS),
-        ("sft", {"messages": [ASKED, SAID, ASKED, {**SAID, "weight": 0}]}, "write a row for each answer", CHAT),
+        (
+            "sft",
+            {"messages": [ASKED, SAID, ASKED, {**SAID, "weight": 0}]},
+            "then a row trains its last message only; write a row that ends at each answer",
+            {"messages": [ASKED, {**SAID, "weight": 0}, ASKED, SAID]},
+        ),
         (
             "sft",
             {"prompt": [ASKED], "completion": [{**SAID, "weight": 0}]},

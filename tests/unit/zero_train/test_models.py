@@ -5,6 +5,7 @@ import torch
 
 from zero_train.errors import ConfigError
 from zero_train.model import causal_lm, dtypes, folders
+from zero_train.run import assemble
 from zero_train.schema import ModelConfig
 from zero_train.settings import compose
 
@@ -74,8 +75,11 @@ def test_a_folder_that_an_error_asks_for_is_taken(saved, tmp_path):
         with pytest.raises(ConfigError, match=said):
             folders.local(wrong)
     assert folders.local(path) == tmp_path
-    with pytest.raises(ConfigError, match="100 tokens, but .* bytes, of 256 values; name another model"):
+    with pytest.raises(ConfigError, match="of 100 tokens, .* or name a model that was trained on bytes$"):
         causal_lm.build(saved(100), 16)
+    for words in ("data.tokenizer=x", "task=sft"):
+        read = compose.compose([f"model.path={tmp_path}", "run.dir=x", "run.dry=true", words])
+        assert assemble.model_of(read).config.vocab_size == 100
 
 
 @pytest.mark.advice("set model.vocab_size={}", "leave data.tokenizer out")
@@ -92,36 +96,24 @@ def test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models
 
 @pytest.fixture
 def saved(tmp_path):
-    """`saved(vocabulary, *files)`: a pretrained folder without weights."""
+    """`saved(vocabulary)`: a pretrained folder without weights."""
     from transformers import LlamaConfig
 
-    def make(vocabulary, *files):
+    def make(vocabulary):
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         LlamaConfig(vocab_size=vocabulary, **sizes).save_pretrained(tmp_path)
-        for name in files:
-            (tmp_path / name).write_text("{}")
         return ModelConfig(kind="hf", path=str(tmp_path))
 
     return make
 
 
+@pytest.mark.advice("name the model's tokenizer with data.tokenizer=FOLDER")
 @pytest.mark.promise("not-bytes")
-@pytest.mark.parametrize(
-    ("vocabulary", "files", "words"),
-    [
-        (256, ["tokenizer.json", "tokenizer_config.json"], "has a tokenizer (tokenizer.json)"),
-        (300, ["vocab.json", "merges.txt"], "has a tokenizer (merges.txt)"),
-        (300, [], "has a vocabulary of 300"),
-    ],
-)
-def test_a_pretrained_model_that_does_not_read_bytes_is_refused_unless_asked(saved, vocabulary, files, words):
-    """Fails if a model with a tokenizer is trained on byte values in silence."""
-    described = saved(vocabulary, *files)
-    with pytest.raises(ConfigError) as caught:
-        causal_lm.build(described, 16)
-    assert words in str(caught.value)
-    assert "name a model that was trained on bytes, or set data.as_bytes=true" in str(caught.value)
-    assert causal_lm.build(described, 16, as_bytes=True).config.vocab_size == vocabulary
+def test_a_pretrained_model_that_does_not_read_bytes_is_refused_unless_asked(saved):
+    """Fails if a model of another vocabulary is trained on byte values in silence."""
+    with pytest.raises(ConfigError, match="of 300 tokens, .* trained on bytes, or set data.as_bytes=true"):
+        causal_lm.build(saved(300), 16)
+    assert causal_lm.build(saved(300), 16, as_bytes=True).config.vocab_size == 300
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -252,7 +252,7 @@ def _answer(columns: Mapping[str, Any], everything: bool) -> int:
         raise Mistake(f"has {left_out}, and no other answer to learn from; delete the row")
     only = learned[0] if learned == [len(columns["messages"]) - 1] else 0
     if left_out and not only:
-        raise Mistake(f"has {left_out}; such a row can train its last message only; write a row for each answer")
+        raise Mistake(f"has {left_out}; then a row trains its last message only; write a row that ends at each answer")
     return -only if left_out else only
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_train.errors import ConfigError, choices, told
-from zero_train.model import folders, pretrained
+from zero_train.model import folders
 from zero_train.schema import ModelConfig, RunConfig
 from zero_train.settings import extras
 
@@ -21,14 +21,14 @@ CONTEXT_BYTES = 128  # context of each draw, at most: enough to show progress, a
 ARCHITECTURES = {"llama": "llama", "gpt2": "gpt2", "moe": "mixtral"}  # model.kind, and transformers' model_type
 
 
-def build(config: ModelConfig, sequence_length: int, *, as_bytes: bool = False) -> nn.Module:
+def build(config: ModelConfig, sequence_length: int, *, as_bytes: bool | None = False) -> nn.Module:
     """Returns the causal language model that `config` describes. Call it under `zero_core.deferred_init`.
 
-    `as_bytes=True` accepts a pretrained model whose token numbers are not byte values.
+    as_bytes: True accepts a pretrained model whose token numbers are not byte values. None: a tokenizer reads the text.
 
     Raises:
         ConfigError: the sizes do not fit together, the kind does not exist, `transformers` does not load, or a
-            pretrained model has a tokenizer or a vocabulary of its own.
+            pretrained model has a vocabulary other than bytes.
     """
     if config.kind not in (*ARCHITECTURES, "hf"):
         raise choices("model", config.kind, (*ARCHITECTURES, "hf"))
@@ -87,7 +87,7 @@ def check_vocabulary(model: Any, config: ModelConfig, tokens: int) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     if vocabulary < tokens:
         key = f"model.path={config.path} has" if config.kind == "hf" else f"model.vocab_size={vocabulary} gives"
-        way_out = "leave data.tokenizer out" if config.kind == "hf" else f"set model.vocab_size={tokens}"
+        way_out = "leave data.tokenizer out or change it" if config.kind == "hf" else f"set model.vocab_size={tokens}"
         raise ConfigError(f"{key} {vocabulary} embeddings, fewer than the tokenizer's {tokens} tokens; {way_out}")
 
 
@@ -154,17 +154,12 @@ def _without_masks(model: Any) -> None:
     model.set_attn_implementation("zero_train_whole_rows")
 
 
-def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:
+def _byte_level(folder: Path, vocabulary: int, as_bytes: bool | None) -> None:
     """Raises ConfigError if nothing says that this pretrained model's token numbers are byte values."""
-    if vocabulary < 256:
+    if as_bytes is not None and vocabulary != 256 and (vocabulary < 256 or not as_bytes):
+        anyway = "" if vocabulary < 256 else ", or set data.as_bytes=true to train it anyway"
         raise ConfigError(
-            f"model.path={folder} has a vocabulary of {vocabulary} tokens, but zero-train feeds text as bytes, of 256 "
-            "values; name another model"
-        )
-    own = pretrained.tokenizer_files(folder)
-    reason = f"has a tokenizer ({own[0].name})" if own else f"has a vocabulary of {vocabulary} tokens, not 256"
-    if (own or vocabulary != 256) and not as_bytes:
-        raise ConfigError(
-            f"model.path={folder} {reason}, but zero-train feeds text as bytes, which this model would read as "
-            "other tokens; name a model that was trained on bytes, or set data.as_bytes=true to train it anyway"
+            f"model.path={folder} has a vocabulary of {vocabulary} tokens, and text without a tokenizer is fed as "
+            "bytes, the tokens of a vocabulary of 256; name the model's tokenizer with data.tokenizer=FOLDER, or name "
+            f"a model that was trained on bytes{anyway}"
         )

@@ -97,12 +97,10 @@ def draft(
 def model_of(config: Config) -> nn.Module:
     """Builds the model under `deferred_init`. Raises ConfigError for sizes that do not fit together."""
     torch.manual_seed(config.run.seed)
+    by_tokenizer = config.task.kind != "pretrain" or tokens.folder_of(config) is not None
     with zero_core.deferred_init():
-        model = causal_lm.build(
-            config.model,
-            config.data.sequence_length,
-            as_bytes=config.data.as_bytes or config.run.dry or tokens.folder_of(config) is not None,
-        )
+        as_bytes = None if by_tokenizer else config.data.as_bytes or config.run.dry
+        model = causal_lm.build(config.model, config.data.sequence_length, as_bytes=as_bytes)
     weights = not config.run.dry or any(Path(str(config.model.path)).glob("*.safetensors"))
     if config.model.kind == "hf" and weights:  # a plan follows from config.json alone
         with told(f"model.path={config.model.path}: ", zero_core.ZeroError, OSError):

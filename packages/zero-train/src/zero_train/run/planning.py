@@ -168,6 +168,8 @@ def refusal(error: Exception, config: Config) -> str:
         return text
     if isinstance(error, zero_offload.ActivationError) or "activation" in text:
         return f"{text}; change offload.activations"
+    if isinstance(error, OSError):  # of a slab or another tier, which is full for example
+        return f"{text}; change offload.nvme_paths{' or offload.tiers' if config.offload.tiers else ''}"
     return f"{text}; put more on nvme with offload=nvme offload.slots=3, raise zero.stage, or train a smaller model"
 
 

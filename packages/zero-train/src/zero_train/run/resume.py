@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,13 +129,13 @@ def keep_batch(found: Checkpoint | None, config: Config, ranks: int) -> str:
         wanted = at_once * given
     if wanted % at_once:
         whose = "" if run.global_batch else ", from the run that run.resume=auto continues,"
-        each, way_out = wanted // ranks, f"start a number of ranks that divides {wanted}"
+        each, way = wanted // ranks, f"start a number of ranks that divides {wanted // gcd(wanted, run.micro_batch)}"
         if wanted % ranks == 0:
             fits = max(size for size in range(1, min(run.micro_batch, each) + 1) if each % size == 0)
-            way_out = f"set run.micro_batch={fits}"
+            way = f"set run.micro_batch={fits}"
         raise ConfigError(
             f"run.global_batch={wanted}{whose} is no multiple of {at_once}, which is run.micro_batch={run.micro_batch} "
-            f"times the number of ranks, {ranks}; {way_out}, or set run.global_batch="
+            f"times the number of ranks, {ranks}; {way}, or set run.global_batch="
             f"{max(1, round(wanted / at_once)) * at_once}"
         )
     run.global_batch, run.accumulate = wanted, wanted // at_once

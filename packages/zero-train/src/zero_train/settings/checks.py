@@ -105,7 +105,7 @@ def warmup(config: Config) -> None:
         optim.warmup_steps = tenth(run.steps)
     if optim.warmup_steps > run.steps:
         raise ConfigError(
-            f"optim.warmup_steps={optim.warmup_steps} is more than run.steps={run.steps}, so the run would end "
+            f"optim.warmup_steps={optim.warmup_steps} is more than the {run.steps} steps of the run, which would end "
             "before it reaches optim.lr; lower optim.warmup_steps, leave it out (it is then a tenth of the steps), or "
             f"raise {'run.steps' if run.epochs is None else 'run.epochs'}"
         )

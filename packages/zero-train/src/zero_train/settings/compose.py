@@ -155,7 +155,8 @@ def explained(error: Exception) -> ConfigError:
         file = re.match(r"In '\S+': ", texts[0])
         return ConfigError(f"{file[0] if file else ''}the key {unknown[1]} does not exist; {_hint(unknown[1])}")
     said = (re.split(r"\n *(?:full_key|Config search path)", text)[0] for text in texts)
-    return ConfigError(": ".join(dict.fromkeys(" ".join(text.split()) for text in said)))
+    way_out = "; choose an option that zero-train --help lists" if texts[0].startswith("Config group override") else ""
+    return ConfigError(": ".join(dict.fromkeys(" ".join(text.split()) for text in said)) + way_out)
 
 
 def _hint(key: str) -> str:
