@@ -285,7 +285,7 @@ def test_an_input_is_changed_out_of_place():
 
     with pytest.raises(
         RuntimeError,
-        match="input of module layers.0 was .*: change a copy of the input. Or give the unit of layers.0 the policy",
+        match="input of module layers.0 was .*: change a copy of the input. Or give the unit with layers.0 the policy",
     ):
         run(lambda x: x.add_(1))
     run(lambda x: x.add(1))
