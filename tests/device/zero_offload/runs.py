@@ -90,7 +90,8 @@ class Run:
     ) -> None:
         width, blocks, rows = sized
         torch.manual_seed(1)
-        self.model = Wide(width, blocks).to(device)
+        with torch.device("cpu"):  # the values do not depend on torch's default device
+            self.model = Wide(width, blocks).to(device)
         tiers = options.pop("tiers", {})
         self.store = tiered(placement, **tiers) if isinstance(placement, str | Mapping) else placement
         self.observer = CoreNormMayWait(device)
@@ -102,7 +103,8 @@ class Run:
         self.offloaded = offload_activations(self.model, spill_to, activations)
         generator = torch.Generator().manual_seed(2)
         dtype = options["param_dtype"] or torch.float32
-        self.batches = [torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(4)]
+        drawn = [torch.randn(rows, width, generator=generator, device="cpu") for _ in range(4)]
+        self.batches = [batch.to(device, dtype) for batch in drawn]
 
     def backward(self, number: int = 0) -> Tensor:
         loss = loss_of(self.model, self.batches[number % len(self.batches)])
@@ -146,7 +148,7 @@ def history(device: torch.device, placement: Any, sized: Sized, accumulate: int 
             run.optimizer.zero_grad()
             seen += [loss.cpu() for loss in losses]
             if run.clips:
-                seen.append(torch.tensor(run.optimizer.grad_norm))
+                seen.append(torch.tensor(run.optimizer.grad_norm, device="cpu"))
         seen += run.masters()
         assert (run.offloaded.stats()["spilled_bytes"] > 0) == (options.get("activations") in ("host", "nvme"))
         run.close()

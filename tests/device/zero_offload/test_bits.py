@@ -68,6 +68,15 @@ def test_every_placement_has_the_bits_of_host_memory(exactly, placement, dtype):
     assert not differing(exactly(placement, dtype), exactly("host", dtype))
 
 
+@pytest.mark.promise("default-device")
+@pytest.mark.parametrize("placement", [None, "host", "half"])
+def test_with_the_device_as_torchs_default_the_bits_are_the_same(device, exactly, placement):
+    options = {"max_grad_norm": None, "build": exact, "accumulate": 2}
+    with torch.device(device):
+        found = runs.history(device, (runs.BELOW | runs.MIXED).get(placement), runs.sized(device, GPU), **options)
+    assert not differing(found, exactly(placement, torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"prefetch_bytes": 1 << 30}, {"resident_bytes": 1 << 30}, {"prefetch_bytes": 0, "resident_bytes": 20 << 20}],

@@ -65,7 +65,7 @@ def later(values: Tensor) -> Callable[[], list[float]]:
     """Returns a function that reads `values` (n,) on the host. It waits for work queued by now, not for later work."""
     if not has_streams(values.device):
         return values.tolist
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
     host.copy_(values, non_blocking=True)
     event = torch.get_device_module(values.device).Event()
     event.record(torch.get_device_module(values.device).current_stream(values.device))

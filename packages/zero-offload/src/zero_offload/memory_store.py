@@ -110,7 +110,7 @@ class MemoryByteStore:
 
     def _made(self, extent: MemoryExtent) -> Any:
         """An object that keeps the bytes of an extent, zeros at first."""
-        return torch.zeros(extent.nbytes, dtype=torch.uint8)
+        return torch.zeros(extent.nbytes, dtype=torch.uint8, device="cpu")
 
     def free(self, extent: MemoryExtent) -> None:
         with self._lock:
@@ -171,7 +171,7 @@ class _Scratch(threading.local):
     """Each thread's own memory for a chunk, and its own compressor and decompressor. Each thread runs `__init__`."""
 
     def __init__(self, zstd: Any) -> None:
-        self._planes, self._whole = bytearray(CHUNK_BYTES), torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        self._planes, self._whole = bytearray(CHUNK_BYTES), torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
         fast = zstd.ZstdCompressionParameters.from_level(1, hash_log=6, min_match=7)
         self.compressor, self.decompressor = zstd.ZstdCompressor(compression_params=fast), zstd.ZstdDecompressor()
 

@@ -190,7 +190,7 @@ class TorchStep:
 
 def _f32(value: float) -> float:
     """`value` rounded to fp32 once, so that a float32 kernel given the same scalar multiplies by the same number."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def _tree_sum(values: Tensor) -> float:

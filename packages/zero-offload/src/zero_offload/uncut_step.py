@@ -271,7 +271,7 @@ class UncutStep:
             for name, value in states.items()
         }
         if self._kept[self._first[group]].counts:
-            given["step"] = by_itself.number_like(float(steps), formats.get("step", torch.tensor(0.0)))
+            given["step"] = by_itself.number_like(float(steps), formats.get("step", torch.tensor(0.0, device="cpu")))
         return given
 
     def _take(self, found: Mapping[str, Any], states: Mapping[str, Tensor], segment: Segment) -> None:
@@ -300,7 +300,7 @@ class UncutStep:
             return tile.states[name].clone()
         if name not in self.state_names():
             raise KeyError(f"state {name!r}; known: master, {', '.join(self.state_names())}")
-        return torch.zeros(tile.parameter.numel(), dtype=torch.float32)  # of the other optimizer
+        return torch.zeros(tile.parameter.numel(), dtype=torch.float32, device="cpu")  # of the other optimizer
 
     def write(self, tile: TileView, name: str, values: Tensor) -> None:
         if tile.uncut is None and (name == "master" or name in self.step.state_names()):

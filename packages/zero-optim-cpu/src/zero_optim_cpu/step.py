@@ -115,7 +115,7 @@ class CpuStep:
         for name in set(tile.states) - {"master", "remainder"}:
             tile.states[name].zero_()
         if self._initial_sum != 0.0:
-            self.write(tile, "sum", torch.full((tile.parameter.numel(),), self._initial_sum))
+            self.write(tile, "sum", torch.full((tile.parameter.numel(),), self._initial_sum, device="cpu"))
 
     def update(self, tile: Tile, segments: Sequence[Segment], scale: float) -> None:
         """Updates every segment by one step, in place. ``scale`` multiplies the gradient.
@@ -132,7 +132,7 @@ class CpuStep:
 
     def read(self, tile: Tile, name: str) -> Tensor:
         """Decodes "master" or a state. Returns fp32 (numel,)."""
-        values = torch.empty(tile.parameter.numel(), dtype=torch.float32)
+        values = torch.empty(tile.parameter.numel(), dtype=torch.float32, device="cpu")
         _native.decode(self._kernels.pool, self._item(tile), *self._place(tile, name), values.data_ptr())
         return values
 

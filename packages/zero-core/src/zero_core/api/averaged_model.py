@@ -82,7 +82,7 @@ class AveragedModel:
         self.n_averaged += 1
 
     def _averaged(self, average: Tensor, current: Tensor) -> Tensor:
-        current, n = current.to(average.device), torch.tensor(self.n_averaged)
+        current, n = current.to(average.device), torch.tensor(self.n_averaged, device="cpu")
         # As torch chooses: the two round in different ways.
         of_list = average.device.type in _get_foreach_kernels_supported_devices()
         if self._avg_fn is not None or (self._multi_avg_fn is None and not of_list):

@@ -162,7 +162,7 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
             items += self._items_of(sliced, stored[sliced.fqn])
         for fqn in wanted.tensors:
             entry: Any = stored[fqn]
-            self.tensors[fqn] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            self.tensors[fqn] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             chunk = ChunkStorageMetadata(torch.Size((0,) * len(entry.size)), entry.size)
             items += create_read_items_for_chunk_list(fqn, entry, [chunk])
         for fqn in wanted.objects:
@@ -193,7 +193,7 @@ class StreamingLoadPlanner(dcp.DefaultLoadPlanner):
         fqn = read_item.dest_index.fqn
         if (whole := self.tensors.get(fqn)) is None:
             entry: Any = self.metadata.state_dict_metadata[fqn] if self.metadata is not None else None
-            return torch.empty(read_item.lengths, dtype=entry.properties.dtype)
+            return torch.empty(read_item.lengths, dtype=entry.properties.dtype, device="cpu")
         return narrowed(whole, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:

@@ -68,7 +68,7 @@ class FileValues:
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the row-major parameter, in the file's dtype."""
         pieces = [self.reader.read(self.entries[name], *span) for name, *span in self.laid.pieces(start, stop)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0)])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0, device="cpu")])
 
 
 def load_pretrained(

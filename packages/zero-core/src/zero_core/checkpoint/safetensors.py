@@ -175,7 +175,7 @@ class Reader:
         """Elements [start, stop) of the row-major tensor, (stop - start,) in the file's dtype, on the CPU."""
         if not 0 <= start <= stop <= entry.numel:
             raise ValueError(f"range [{start}, {stop}) of {entry.numel} elements")
-        values = torch.empty(stop - start, dtype=entry.dtype)
+        values = torch.empty(stop - start, dtype=entry.dtype, device="cpu")
         buffer = memory_of(values)
         if entry.path not in self._files:
             self._files[entry.path] = open(entry.path, "rb", buffering=0)

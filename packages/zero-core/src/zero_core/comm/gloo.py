@@ -37,7 +37,8 @@ def broken_off(group: Any) -> None:
     The group may be one that torch.distributed has destroyed while a thread waits in it.
     """
     with suppress(RuntimeError):
-        group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(timedelta(milliseconds=1))
+        other, received = (group.rank() + 1) % group.size(), torch.empty(1, device="cpu")
+        group.recv([received], other, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 class Messages:

@@ -249,7 +249,7 @@ class Ranks:
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         """Returns (n,) float64 on the device. The host does not wait for it."""
-        return sent(torch.tensor(values, dtype=torch.float64), self.device)
+        return sent(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)
 
     def sum_everywhere(self, values: Tensor, what: str) -> Tensor:
         """values <- their sum over all ranks of the mesh, in place."""

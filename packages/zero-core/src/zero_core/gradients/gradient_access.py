@@ -64,7 +64,8 @@ class Factors(dict[Key, tuple[float, ...]]):
 
     def numbers(self) -> Tensor:
         """Returns (n,) float64, CPU: all different factors, for a comparison between ranks."""
-        return torch.tensor(sorted({f for factors in self.values() for f in factors}), dtype=torch.float64)
+        found = {f for factors in self.values() for f in factors}
+        return torch.tensor(sorted(found), dtype=torch.float64, device="cpu")
 
 
 class GradientAccess:

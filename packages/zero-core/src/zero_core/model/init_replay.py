@@ -64,7 +64,7 @@ class View:
         return elements.as_strided(self.size, self.stride, elements.storage_offset() + self.offset - start)
 
     def of_memory(self, memory: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(memory, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Replay:
             if view.whole and result.is_contiguous():
                 result = result.view(view.size)  # a factory may have made it in another shape than the parameter's
             if tuple(result.stride()) != view.stride or result.storage_offset() != view.offset:
-                result = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(result)
+                result = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="cpu").copy_(result)
             user = next((n for n in following if view.storage in (*n.reads, *n.writes)), None)
             if node.uninitialised and not (user is not None and user.overwrites(view.storage)):
                 result.fill_(math.nan if result.dtype.is_floating_point else 0)
@@ -261,7 +261,7 @@ class _Stream:
         self._begin()
 
     def _begin(self) -> None:
-        self._block = torch.empty(0, dtype=self._dtype)  # elements up to `_stop`
+        self._block = torch.empty(0, dtype=self._dtype, device="cpu")  # elements up to `_stop`
         self._stop = 0
         self._generators = []
         for node in self._nodes:
@@ -276,11 +276,11 @@ class _Stream:
         if first < self._stop - self._block.numel():
             self._begin()
         while self._stop < first:
-            self._draw(torch.empty(min(_SKIPPED, first - self._stop), dtype=self._dtype))
-            self._block = torch.empty(0, dtype=self._dtype)
+            self._draw(torch.empty(min(_SKIPPED, first - self._stop), dtype=self._dtype, device="cpu"))
+            self._block = torch.empty(0, dtype=self._dtype, device="cpu")
         kept = self._block[first - self._stop + self._block.numel() :]
         if end > self._stop:
-            block = torch.empty(end - first, dtype=self._dtype)
+            block = torch.empty(end - first, dtype=self._dtype, device="cpu")
             block[: kept.numel()].copy_(kept)
             self._draw(block[kept.numel() :])
             kept = block
@@ -319,7 +319,7 @@ def _draws_in_parts(function: Callable[..., Any], dtype: torch.dtype) -> bool:
     drawn = []
     for cuts in ((7 * _BLOCK + 3,), (4 * _BLOCK, 3 * _BLOCK + 3)):
         torch.default_generator.manual_seed(0)
-        drawn.append(torch.cat([function(torch.empty(numel, dtype=dtype)) for numel in cuts]))
+        drawn.append(torch.cat([function(torch.empty(numel, dtype=dtype, device="cpu")) for numel in cuts]))
     return torch.equal(*drawn)
 
 

@@ -104,7 +104,7 @@ class Initialiser:
 
         `parameters`: one for each of `layout.slots`, in order; for a slot of rows, the whole parameter that is cut.
         """
-        shard = torch.zeros(layout.numel_of(rank), dtype=dtype)
+        shard = torch.zeros(layout.numel_of(rank), dtype=dtype, device="cpu")
         for k, (parameter, slot) in enumerate(zip(parameters, layout.slots, strict=True)):
             first = slot.whole.flat_start
             # Also where this shard has no part of it: other ranks ask for it.

@@ -40,7 +40,7 @@ class DeviceStore(ShardStore):
         self._closed = False
         self._saved = SavedBytes()
         self._lent: set[int] = set()
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, device="cpu")
         self._kept = KeptStates((), (), frozenset())
         self._together: Any = None  # the optimizer over all shards, if it steps their parameters together
 
@@ -278,7 +278,7 @@ class DeviceStore(ShardStore):
 
     def take_up(self, i: int) -> None:
         spec = self._shard(i).spec
-        self._shards[i] = self._made(spec, torch.zeros(spec.numel, dtype=spec.master_dtype))
+        self._shards[i] = self._made(spec, torch.zeros(spec.numel, dtype=spec.master_dtype, device="cpu"))
         self._join()
         take_memory([self._scratch])
 
@@ -286,7 +286,7 @@ class DeviceStore(ShardStore):
         self._saved.free()
         self.asleep = False
         self._shards.clear()
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, device="cpu")
         self._closed = True
 
     def _check(self) -> None:

@@ -119,7 +119,7 @@ def _value(places: Sequence[tuple[Unit, int]], name: str, like: Any) -> Any:
     else:
         found = _gather(places, name)
         return number_of(found, like) if name in unit.shaped(k) and is_number(like) else found
-    return torch.tensor(number, dtype=like.dtype) if isinstance(like, Tensor) else type(like)(number)
+    return torch.tensor(number, dtype=like.dtype, device="cpu") if isinstance(like, Tensor) else type(like)(number)
 
 
 def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
@@ -135,7 +135,7 @@ def _gather(places: Sequence[tuple[Unit, int]], name: str) -> Tensor:
     """Returns fp32 of the state's shape on the host, in memory of its own. Collective."""
     unit, k = places[0]
     if len(places) > 1:
-        whole = torch.empty(unit.layout.slots[k].whole.shape)
+        whole = torch.empty(unit.layout.slots[k].whole.shape, device="cpu")
         for unit, k in places:
             unit.rows(k, whole).copy_(unit.full_state(k, name))
         return whole

@@ -147,9 +147,9 @@ def packed_shape(value: Any) -> tuple[int, ...]:
 
 def packed(value: Any) -> Tensor:
     """Returns a state as fp32 in its `packed_shape`."""
-    if not is_number(value):
-        return torch.as_tensor(value)
-    return torch.tensor([float(value)], dtype=torch.float64).view(torch.float32)
+    if isinstance(value, Tensor) and not is_number(value):
+        return value
+    return torch.tensor([float(value)], dtype=torch.float64, device="cpu").view(torch.float32)
 
 
 def number_of(value: Tensor, like: Any) -> Any:

@@ -197,7 +197,7 @@ def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
         total = math.nan if any(map(math.isnan, [found, *known])) else max([found, *known])
     else:
         total = (found + math.fsum(number**order for number in known)) ** (1.0 / order)
-    return sent(torch.tensor(total, dtype=torch.float32), device)
+    return sent(torch.tensor(total, dtype=torch.float32, device="cpu"), device)
 
 
 def _stamp(home: Any) -> Stamp:

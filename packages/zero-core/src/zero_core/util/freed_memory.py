@@ -46,7 +46,7 @@ class HostMemory:
     alignment = 64
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def free(self, extent: Tensor) -> None:
         extent.untyped_storage().resize_(0)
@@ -146,7 +146,9 @@ def _move(keeper: Keeper, extent: Any, tensors: Sequence[Tensor], *, write: bool
                 end_one()
             buffer = part
             if part.device.type != "cpu":
-                buffer = spare.pop() if spare else torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True)
+                if not spare:
+                    spare.append(torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu"))
+                buffer = spare.pop()
                 if write:
                     buffer[: part.numel()].copy_(part)
             begin = keeper.write if write else keeper.read

@@ -83,5 +83,5 @@ def _value(told: Any, data: bytearray, start: int) -> Any:
         return tuple(_value(each, data, start) for each in inside)
     dtype, shape, at = getattr(torch, inside[0]), inside[1], inside[2]
     if math.prod(shape) == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=start + at).clone().view(shape)

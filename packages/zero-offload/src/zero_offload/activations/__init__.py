@@ -102,7 +102,7 @@ def spills_of(
             if store is not None and store.streams is not None:
                 spills[policy] = HostSpill(store.streams)
             elif make is not None:
-                spills[policy] = HostSpill(make(torch.empty(0, dtype=torch.uint8)), owned=True)
+                spills[policy] = HostSpill(make(torch.empty(0, dtype=torch.uint8, device="cpu")), owned=True)
             else:  # units compute on the CPU
                 spills[policy] = STAYS
         elif store is None or policy not in store.stores:

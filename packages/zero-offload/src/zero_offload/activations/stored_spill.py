@@ -149,7 +149,7 @@ class StoredSpill(Spill):
     def load(self, spilled: OnTier) -> Tensor:
         """The tensor again. Begins to read the one that was packed before it."""
         with self._lock, self._guard():
-            values = torch.empty(spilled.form.core, dtype=spilled.form.dtype)
+            values = torch.empty(spilled.form.core, dtype=spilled.form.dtype, device="cpu")
             self._read_pieces(spilled, values.view(-1).view(torch.uint8), _copy)
             return spilled.form.restore(values)
 

@@ -321,13 +321,13 @@ class Generations:
         return Stored(self._transfers, self._store.claim(offset_bytes, nbytes))
 
     def _read(self, stored: Stored, nbytes: int) -> bytes:
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._in_turns([stored.read(buffer, "a manifest")])
         return bytes(buffer.numpy().tobytes()) if nbytes else b""
 
     def _write(self, stored: Stored, text: bytes) -> None:
         nbytes = min(stored.nbytes, round_up(max(len(text), 1), self._transfers.alignment))  # else it is read first
-        buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         if text:
             buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._in_turns([stored.write(buffer, "a manifest")])

@@ -82,7 +82,7 @@ class Block:
         if start_bytes + numel * dtype.itemsize > self.nbytes:
             raise AssertionError(f"view of {numel} {dtype} at {start_bytes} in a block of {self.nbytes} bytes")
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._arena.memory, dtype=dtype, count=numel, offset=self.offset + start_bytes)
 
     def raw(self, start_bytes: int, stop_bytes: int) -> Tensor:
@@ -164,7 +164,8 @@ class Arena:
 
     def _pinned(self) -> tuple[Any, int, dict[str, str]]:
         try:
-            tensor = torch.empty(round_up(self.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            nbytes = round_up(self.nbytes, PAGE_BYTES) + PAGE_BYTES
+            tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as error:
             raise BudgetError(
                 f"{gib(self.nbytes)} of host memory cannot be pinned ({error}); {LESS}. Or raise ulimit -l"

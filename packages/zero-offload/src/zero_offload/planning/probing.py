@@ -97,7 +97,7 @@ def device_figures(device: torch.device, dtype: torch.dtype = torch.bfloat16) ->
     total = torch.get_device_module(device).mem_get_info(device)[1]
     reserved = sum(device_reserves(device, dtype).values())
     figures = {"device_gib": total / GIB, "device_reserved_gib": reserved}
-    streams = Streams(device, torch.empty(0, dtype=torch.uint8))
+    streams = Streams(device, torch.empty(0, dtype=torch.uint8, device="cpu"))
     try:
         return figures | rates(device, streams)
     finally:
@@ -255,17 +255,17 @@ def nvme_figures(nvme: ByteStore) -> dict[str, float]:
 
 def updates(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> tuple[Callable[[], None], int]:
     """A round of AdamW over `count` tiles, and its bytes of memory traffic as `traffic.update_bytes` counts them."""
-    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    optimizer = torch.optim.AdamW([torch.zeros(1, device="cpu")])
     step.bind(optimizer)
     begin = step.start if isinstance(step, StartingStep) and step.in_a_row else step.update  # as a run does it
     segment = UpdateSegment(0, UPDATE_NUMEL, optimizer.defaults, step=1)
     tiles = []
     fields = step.layout(UPDATE_NUMEL, parameter_dtype)
     for _ in range(count):
-        states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in fields}
-        parameter, gradient = torch.zeros(UPDATE_NUMEL, dtype=parameter_dtype), torch.full((UPDATE_NUMEL,), 1e-3)
-        tiles.append(TileView(states, parameter, gradient))
-        step.initialise(tiles[-1], torch.linspace(-1, 1, UPDATE_NUMEL))
+        states = {f.name: torch.zeros(f.numel, dtype=f.dtype, device="cpu") for f in fields}
+        parameter = torch.zeros(UPDATE_NUMEL, dtype=parameter_dtype, device="cpu")
+        tiles.append(TileView(states, parameter, torch.full((UPDATE_NUMEL,), 1e-3, device="cpu")))
+        step.initialise(tiles[-1], torch.linspace(-1, 1, UPDATE_NUMEL, device="cpu"))
 
     def update() -> None:
         for handle in [begin(tile, [segment], 1.0) for tile in tiles]:

@@ -119,7 +119,7 @@ class Memory:
         spec = self._shared.plan.units[i].spec
         self._given_up.discard(i)
         with torch.no_grad(), self._shared.monitor.guard():
-            self._first(i, torch.zeros(spec.numel, dtype=spec.master_dtype))
+            self._first(i, torch.zeros(spec.numel, dtype=spec.master_dtype, device="cpu"))
 
     def _values(self) -> list[Tensor]:
         """Returns the tensors that are in no ByteStore. Their order does not change during sleep. Slots hold copies."""

@@ -98,7 +98,7 @@ class HostPath:
 
     def norm_squared(self) -> Tensor:
         """() float64 on the compute device."""
-        return torch.tensor(self.gradients.norm_squared(), dtype=torch.float64)
+        return torch.tensor(self.gradients.norm_squared(), dtype=torch.float64, device="cpu")
 
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]

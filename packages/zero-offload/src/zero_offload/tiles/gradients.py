@@ -137,7 +137,7 @@ class GradientStore:
 
     def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
         """(stop - start,) fp32 on the CPU: a copy of these elements of unit i's gradient."""
-        values = torch.zeros(stop - start, dtype=torch.float32)
+        values = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         self._visit(i, start, stop, lambda part, at: values[at : at + part.numel()].copy_(part), changes=False)
         return values
 
@@ -145,7 +145,7 @@ class GradientStore:
         """Overwrites elements of unit i's gradient with fp32 `values`, which `check_fits` has accepted."""
         values = values.to("cpu")
         if self._whole(i) not in (None, torch.float32) and not fits(values, self.dtype):
-            self.accept_pieces(i, lambda low, high: torch.full((high - low,), -0.0, dtype=self.dtype))  # fp32 now
+            self.accept_pieces(i, lambda a, b: torch.full((b - a,), -0.0, dtype=self.dtype, device="cpu"))  # fp32 now
         stop = start + values.numel()
         self._visit(i, start, stop, lambda part, at: part.copy_(values[at : at + part.numel()]), changes=True)
 

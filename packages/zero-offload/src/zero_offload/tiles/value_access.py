@@ -41,7 +41,7 @@ class _Reader(ABC):
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,), a copy."""
         spec = self._units[i].spec
-        values = torch.empty(stop - start, dtype=spec.master_dtype if name == "master" else torch.float32)
+        values = torch.empty(stop - start, dtype=spec.master_dtype if name == "master" else torch.float32, device="cpu")
         is_parameter = name == "master" and spec.dtype == torch.float32  # see UpdateStep.layout
         for tile in self._tiles(i, start, stop):
             low, high = max(start, tile.start), min(stop, tile.stop)
@@ -50,7 +50,7 @@ class _Reader(ABC):
                 if needs_states:
                     found = self._decoded(tile, view, name)
                 else:
-                    found = view.parameter if name == "master" else torch.zeros(tile.numel)
+                    found = view.parameter if name == "master" else torch.zeros(tile.numel, device="cpu")
                 self._copy(found[low - tile.start : high - tile.start], values[low - start : high - start])
         return values
 
