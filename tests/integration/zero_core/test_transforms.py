@@ -145,9 +145,13 @@ def test_what_would_keep_parameters_without_memory_is_refused():
     plain = toys.Stack()
     plain.load_state_dict(model.state_dict())
     torch.testing.assert_close(torch.jit.trace(plain, (x,))(x), model(x))
+    up = model.blocks[0].up
+    for part in (model.blocks[0], up, lambda x: up(x)):  # the last one would end the process
+        with pytest.raises(ZeroError, match="cannot be traced, exported or run on fake tensors"):
+            torch.jit.trace(part, (torch.ones(2, toys.WIDTH),))
     with pytest.raises(ZeroError, match="cannot be traced, exported or run on fake tensors"):
         func.linearize(model, x)
-    with pytest.raises(ZeroError, match="a sharded model|use `with zero_core.gathered"):
+    with pytest.raises(ZeroError, match=r"a sharded model|For torch.export, load the state_dict"):
         torch.export.export(model, (x,))
     told = r"For torch.func.functional_call, pass plain tensors: \{name: parameter.detach"
     with pytest.raises(ChangedParameterError, match=told):

@@ -65,6 +65,13 @@ def test_dlpack_is_refused_by_the_replacement(weight):
     assert torch.equal(torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)), x)
 
 
+@pytest.mark.promise("old-views")
+def test_parameters_are_not_swapped(weight):
+    """torch's function also swaps what leads to the shards, and the next forward would end the process."""
+    with pytest.raises(ZeroError, match=r"swap_tensors of weight, which is sharded: copy the values, p.copy_"):
+        torch.utils.swap_tensors(nn.Parameter(torch.ones(2, 3)), weight)
+
+
 def test_another_class_over_the_values_is_a_view_of_them(weight):
     plain = weight.detach().as_subclass(torch.Tensor)
     plain.fill_(3.0)

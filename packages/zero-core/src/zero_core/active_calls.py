@@ -30,6 +30,7 @@ from .errors import ZeroError
 
 _MODULES = nn.modules.module.__file__
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
 _NOT_TRACED = (
     "zero_core gathers parameters between modules, which cannot be compiled: leave fullgraph=True out, or compile the "
     "blocks one by one"
@@ -53,6 +54,15 @@ def hook_outputs(output: Any, sequence: int, hook: Callable[[Tensor], Any]) -> b
             tensor.register_hook(hook)
             found = True
     return found
+
+
+def refuse_tracing() -> None:
+    """Raises ZeroError if a tracer of torch runs around this call: it would keep parameters without memory."""
+    if torch.jit.is_tracing() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
+        raise ZeroError(
+            "a sharded model cannot be traced, exported or run on fake tensors: its parameters have no memory between "
+            "uses. Do so before zero_core.shard, or with a plain model that loads this one's state_dict()"
+        )
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

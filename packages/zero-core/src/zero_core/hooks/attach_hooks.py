@@ -15,16 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..active_calls import Calls, mended, not_traced, outside_transforms, tensors_of, unwrapped
-from ..errors import ChangedParameterError, GradientError, ZeroError
+from ..active_calls import Calls, mended, not_traced, outside_transforms, refuse_tracing, tensors_of, unwrapped
+from ..errors import ChangedParameterError, GradientError
 from ..tensors.inner_tensors import repacks_in_eval
 from ..tensors.refusals import refuse_copies, refuse_scripts
 from ..unit_memory.residency_policy import Uses
 from ..unit_memory.stacked_parameter import Stacks, hooked
 from ..unit_memory.unit import Unit
 from .saved_tensors import Asking
-
-_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,15 +154,11 @@ class Attachment:
             handle.remove()
         self.handles.clear()
 
-    def check(self) -> None:
-        """Raises if the model is traced, or has another parameter where one was sharded."""
-        if torch.jit.is_tracing() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
-            raise ZeroError(
-                "a sharded model cannot be traced, exported or run on fake tensors: its parameters have no memory "
-                "between uses. Do so before zero_core.shard, or with a plain model that loads this one's state_dict()"
-            )
-        for name, module, key, parameter in self._owners:
-            found = module._parameters.get(key)
+    def check(self, module: nn.Module) -> None:
+        """Raises if `module` is traced, or if it is the model and has another parameter where one was sharded."""
+        refuse_tracing()
+        for name, owner, key, parameter in self._owners if module is self._model else ():
+            found = owner._parameters.get(key)
             if found is parameter or (found is not None and not isinstance(unwrapped(found), nn.Parameter)):
                 continue  # torch.func.functional_call puts plain tensors there, which need no unit's memory
             raise ChangedParameterError(

@@ -133,8 +133,7 @@ class Engine:
         self.calls.begin("forward")
         self.abandon_backward()
         self.uses.let_all_go()  # units that stayed for a backward that did not come
-        if node.module is self.model:
-            self.attachment.check()
+        self.attachment.check(node.module)
         self.writes.check_given(stepping=False)
         grad = torch.is_grad_enabled()
         if grad and self.commits is not None:

@@ -22,6 +22,7 @@ from torch._functorch import eager_transforms, vmap
 from ..active_calls import outside_transforms, skipped
 from ..errors import ShardedParameterError
 from .grad_proxy import HeldGradient, HeldNorm
+from .parameter_home import home_of
 from .sharded_parameter import Sharded, values_for_graphs
 from .writeback_views import View, each_of
 
@@ -83,11 +84,19 @@ def refuse(tensor: Any) -> Any:
     return tensor.__dlpack__()
 
 
+def refuse_swap(parameter: Tensor) -> Any:
+    """Raises ShardedParameterError: the shards would stay with the other parameter."""
+    raise ShardedParameterError(
+        f"torch.utils.swap_tensors of {home_of(parameter).name}, which is sharded: copy the values, p.copy_(tensor)"
+    )
+
+
 PLACES: list[tuple[Any, str, Any, Callable[[Any], Any]]] = [
     (torch._C.ScriptFunction, "__call__", ABSENT, values),
     (eager_transforms, "_wrap_for_grad", ABSENT, transformed),
     (vmap, "_add_batch_dim", ABSENT, values),
     *((dist.ProcessGroup, name, ABSENT, Tensor.detach) for name in _COLLECTIVES),
+    (torch.utils, "swap_tensors", Sharded, refuse_swap),
     (torch, "to_dlpack", (*ABSENT, View), refuse),
     (torch.utils.dlpack, "to_dlpack", (*ABSENT, View), refuse),
 ]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..active_calls import outside_transforms, unwrapped
+from ..active_calls import outside_transforms, refuse_tracing, unwrapped
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError
 from .grad_proxy import HeldGradient
 from .inner_tensors import wraps
@@ -112,6 +112,7 @@ def _refuse_flatten(parameter: Sharded) -> Any:
 
 @outside_transforms
 def _full(parameter: Sharded) -> Tensor:
+    refuse_tracing()
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
             return home_of(parameter).full_copy(parameter)
@@ -297,7 +298,10 @@ def _same_shape(func: Callable[..., Any], parameter: Any, other: Any) -> Any:
 
 
 def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
-    raise ShardedParameterError(f"{home_of(parameter).name} has no memory here: use `with zero_core.gathered(module):`")
+    raise ShardedParameterError(
+        f"{home_of(parameter).name} has no memory here: use `with zero_core.gathered(module):`. For torch.export, load "
+        "the state_dict() of the sharded model into a plain one"
+    )
 
 
 class _Address:
