@@ -83,6 +83,26 @@ def test_a_compiled_step_is_run_as_it_is(whole):
     kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.promise("compiled-step")
+def test_a_compiled_training_step():
+    """Its hooks and gradients are not compiled, where version counters are others and generators are not supported."""
+
+    def step(model, optimizer, x):
+        toys.loss_of(model, x).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    dense, theirs, model, ours = kit.pair(toys.Stack, toys.adamw)
+    compiled = torch.compile(step, backend="aot_eager")
+    for i in range(2):
+        x = toys.data(i, 0)
+        torch.testing.assert_close(compiled(model, ours, x), step(dense, theirs, x))
+    kit.assert_same(model, dense, rtol=1e-5, atol=1e-6)
+    torch.compiler.reset()
+
+
 @kit.on_ranks(2)
 def test_a_mesh_has_one_dimension_or_two_and_a_stage_that_takes_it():
     def shard(shape, stage):

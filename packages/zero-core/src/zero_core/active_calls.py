@@ -30,6 +30,7 @@ from .errors import ZeroError
 
 _MODULES = nn.modules.module.__file__
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+set_compiler: Any = torch._C._dynamo.eval_frame.set_eval_frame  # torch.compile's callback for frames; None: not traced
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
 _NOT_TRACED = (
     "zero_core gathers parameters between modules, which cannot be compiled: leave fullgraph=True out, or compile the "

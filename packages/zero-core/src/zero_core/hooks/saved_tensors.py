@@ -91,7 +91,7 @@ class Asking:
             return tensor
 
         pack.unseen = Unseen(self, hooks)  # type: ignore[attr-defined]
-        return pack, unpack
+        return skipped(pack), skipped(unpack)
 
     def _hooks(self) -> _Hooks:
         """Returns hooks for use without others. They are closures, as they run for each saved tensor. They compare
@@ -122,7 +122,7 @@ class Asking:
             return tensor
 
         pack.unseen = Unseen(self, None)  # type: ignore[attr-defined]
-        return pack, unpack
+        return skipped(pack), skipped(unpack)
 
     def _unit_of(self, tensor: Tensor) -> int | None:
         try:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..active_calls import not_traced
 from ..device import sent
 from ..errors import GradientError
 from .version_counters import Stamp
@@ -50,6 +51,7 @@ class HeldGradient(Tensor):
             )
 
     @classmethod
+    @not_traced
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _LEAVES and [*args[1:], *kwargs.values(), True][0]:
@@ -150,6 +152,7 @@ class HeldNorm(Tensor):
         return _norm(self.order, self.parts, self.device)
 
     @classmethod
+    @not_traced
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch._functorch import eager_transforms, vmap
 
-from ..active_calls import outside_transforms, skipped
+from ..active_calls import outside_transforms
 from ..errors import ShardedParameterError
 from .grad_proxy import HeldGradient, HeldNorm
 from .parameter_home import home_of
-from .sharded_parameter import Sharded, values_for_graphs
+from .sharded_parameter import Sharded
 from .writeback_views import View, each_of
 
 ABSENT = (Sharded, HeldGradient, HeldNorm)
@@ -108,7 +108,6 @@ def replace_natives() -> None:
     import torch._dynamo.config
 
     torch._dynamo.config.nontraceable_tensor_subclasses.add(Sharded)
-    skipped(values_for_graphs)  # a compiler counts its `values.data = tensor` as a write into the parameter
     for owner, name, kinds, do in PLACES:
         setattr(owner, name, asking(getattr(owner, name), kinds, do))
     for name in ("_grad_decrement_nesting", "exit_jvp_nesting"):

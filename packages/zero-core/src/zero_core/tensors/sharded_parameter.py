@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..active_calls import outside_transforms, refuse_tracing, unwrapped
+from ..active_calls import outside_transforms, refuse_tracing, set_compiler, skipped, unwrapped
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError
 from .grad_proxy import HeldGradient
 from .inner_tensors import wraps
@@ -46,17 +46,22 @@ class Sharded(nn.Parameter):
     """A parameter between uses: its true shape, dtype and name, no memory."""
 
     @classmethod
+    @skipped
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         special = _SPECIAL.get(func)
-        if special is not None and args and isinstance(args[0], Sharded):
-            return special(*args, **kwargs)
-        if func in _AUTOGRAD:
-            return _AUTOGRAD[func](*args, **kwargs)
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return _call_gathered(func, args, kwargs)
+        compiler = set_compiler(None)
+        try:
+            if special is not None and args and isinstance(args[0], Sharded):
+                return special(*args, **kwargs)
+            if func in _AUTOGRAD:
+                return _AUTOGRAD[func](*args, **kwargs)
+            if func in METADATA:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            return _call_gathered(func, args, kwargs)
+        finally:
+            set_compiler(compiler)
 
     _in_backward_optimizers = property(None, lambda self, _: refuse_optimizer(home_of(self).name))
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from ..core import Observer, ZeroError, hidden_from_hooks, skipped
+from ..core import Observer, ZeroError, hidden_from_hooks, set_compiler, skipped
 from ..errors import OffloadError
 from . import split_batch
 from .buffer_replay import Buffers, Found, drawn_again, random_states
@@ -35,7 +35,6 @@ from .split_batch import Cut, Joined
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004}  # four units in the last place
 _EXACT_TOLERANCE = 1e-4  # fp32 and more: reordered sums differ by less, mixed rows by far more
-_set_compiler: Any = torch._C._dynamo.eval_frame.set_eval_frame
 Pack = Callable[[Tensor, bool], Spilled]  # (tensor, own) -> the tensor, set aside; own: no other call shares it
 
 
@@ -51,22 +50,22 @@ class Original:
         self._compiler: Any = None  # torch.compile's callback for the frames of the module's last call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = _set_compiler(self._compiler)
+        before = set_compiler(self._compiler)
         try:
             return self.forward(*args, **kwargs)
         finally:
-            _set_compiler(before)
+            set_compiler(before)
 
     def replaced(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
         """Gives the module another forward, never compiled, with all its callees. Returns a function to undo this."""
         before = module.__dict__.get("forward")
 
         def outside(*args: Any, **kwargs: Any) -> Any:
-            self._compiler = _set_compiler(None)
+            self._compiler = set_compiler(None)
             try:
                 return forward(*args, **kwargs)
             finally:
-                _set_compiler(self._compiler)
+                set_compiler(self._compiler)
 
         module.forward = skipped(wraps(self.forward, updated=())(outside))  # its attributes may be torch.compile's
 
