@@ -11,6 +11,8 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 import zero_core
 from tests import kit
@@ -186,6 +188,44 @@ def test_modes_and_values_set_between_forward_and_backward_are_not_computed_with
             for layer in model.layers:
                 layer.scale += 1
                 layer.kind = "running"
+            loss.backward()
+        found.append({name: zero_core.full_gradient(p) for name, p in model.named_parameters()})
+        optimizer.close()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+class Doubles(TorchFunctionMode):
+    """As every mode, not in force in a backward."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function is torch.tanh else result
+
+
+@pytest.mark.parametrize("what", ["hook", "later hook", "forward", "part", "values", "mode"])
+def test_what_was_in_place_for_the_forward_alone_is_repeated(what):
+    """Fails if the second run computes with the hooks, the parts, the parameters or the modes of by then."""
+    found = []
+    for policy in ("keep", "recompute"):
+        model, optimizer = kit.sharded(Model("plain"))
+        block, inner, x, values = model.layers[0], model.layers[0].inner, batches()[0], {}
+        with offload_activations(model, policy=policy):
+            if what == "hook":
+                hook = inner.register_forward_hook(lambda module, given, out: 2 * out)
+            if what == "forward":
+                inner.forward = lambda x, linear=inner: 2 * nn.Linear.forward(linear, x)
+            if what == "part":
+                block.inner = nn.Sequential(inner, nn.Hardtanh())
+            if what == "values":
+                values = {"layers.0.inner.weight": 2 * inner.weight}
+            with Doubles() if what == "mode" else nullcontext():
+                loss = functional_call(model, values, (x,)).square().mean()
+            if what == "hook":
+                hook.remove()
+            if what == "later hook":
+                inner.register_forward_hook(lambda module, given, out: 2 * out)
+            inner.__dict__.pop("forward", None)
+            block.inner = inner
             loss.backward()
         found.append({name: zero_core.full_gradient(p) for name, p in model.named_parameters()})
         optimizer.close()

@@ -17,23 +17,25 @@ from __future__ import annotations
 import copy
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 
 from ..core import tensors_of
 from .spill import ActivationError, keep
 from .split_batch import way_out
 
-Place = tuple[int, bool, str]  # the module's number, whether it is a buffer, its name
+Place = tuple[int, str, str]  # the module's number, "_buffers" or "_parameters", or "" for an attribute; the name
 Found = dict[Place, tuple[Any, int]]  # a value, or a copy of it, and its version
 SMALL_BYTES = 64 << 10  # copied at each call
-_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}  # torch's own, which are left alone
-_CONTAINERS = (list, dict, set)
+_PARTS = {name for name in nn.Module().__dict__ if name.startswith("_forward")} | {"_modules"}  # hooks, submodules
+_OWN = frozenset(nn.Module().__dict__) - {"training"} - _PARTS  # torch's own, which are left alone
+_CONTAINERS = (list, dict, set, OrderedDict)
 _VALUES = (Tensor, bool, int, float, str, type(None))
 
 
@@ -147,30 +149,36 @@ class Buffers:
         return {k: (v, _version(v)) for k, v in (before.values | copied).items()}
 
     def _name(self, place: Place) -> str:
-        number, buffer, name = place
-        return f"{'buffer' if buffer else 'attribute'} {'.'.join(filter(None, (self._paths[number], name)))!r}"
+        number, kind, name = place
+        return f"{kind[1:-1] or 'attribute'} {'.'.join(filter(None, (self._paths[number], name)))!r}"
 
     def leave(self, changes: Mapping[Place, Any]) -> None:
         """Sets attributes to the values that the forward of a whole batch would have left."""
         self._put(self._values() | dict(changes))
 
     def _put(self, values: Mapping[Place, Any]) -> None:
-        for number, buffer, name in self._values().keys() - values.keys():
-            del self._home(number, buffer)[name]
-        for (number, buffer, name), value in values.items():
-            home = self._home(number, buffer)
-            if name not in home or home[name] is not value:  # a needless write would invalidate compiled code
+        for number, kind, name in self._values().keys() - values.keys():
+            home = self._home(number, kind)
+            gone = home.pop(name)
+            if name in _PARTS:
+                home[name] = type(gone)()
+        for (number, kind, name), value in values.items():
+            home = self._home(number, kind)
+            same = name in home and (home[name] is value or (name in _PARTS and home[name] == value))
+            if not same:  # a needless write would invalidate compiled code
                 home[name] = value
 
-    def _home(self, number: int, buffer: bool) -> dict[str, Any]:
-        module = self._modules[number]
-        return module._buffers if buffer else module.__dict__
+    def _home(self, number: int, kind: str) -> dict[str, Any]:
+        own: dict[str, Any] = self._modules[number].__dict__
+        return own[kind] if kind else own
 
     def _values(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {}
         for number, module in enumerate(self._modules):
-            found.update({(number, True, name): buffer for name, buffer in module._buffers.items()})
-            found.update({(number, False, name): v for name, v in module.__dict__.items() if name not in _OWN})
+            found.update({(number, "_buffers", name): buffer for name, buffer in module._buffers.items()})
+            found.update({(number, "_parameters", name): value for name, value in module._parameters.items()})
+            own = ((name, v) for name, v in module.__dict__.items() if name not in _OWN)
+            found.update({(number, "", name): v for name, v in own if name not in _PARTS or v})
         return found
 
 
@@ -191,7 +199,7 @@ class _Snapshot:
         return {place for place, value in self.values.items() if self._was_written(place, value)}
 
     def _was_written(self, place: Place, value: Any) -> bool:
-        if isinstance(value, Tensor):
+        if _is_tensor(value):
             counted = _version(value) != self.versions[place]
             return counted or (self.everything and _differ(value, self.copies[place]))
         return type(value) in _CONTAINERS and _with_graph(value) != _with_graph(self.copies[place])
@@ -205,18 +213,23 @@ class _Snapshot:
             elif type(value) in _CONTAINERS:
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(kept)
-            elif isinstance(value, Tensor) and _differ(value, kept):
+            elif _is_tensor(value) and _differ(value, kept):
                 value.detach().copy_(kept)
 
 
+def _is_tensor(value: Any) -> bool:
+    """Whether it is a tensor, and no parameter: shards keep those. torch.func.functional_call puts tensors there."""
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
 def _is_small(value: Any) -> bool:
-    if isinstance(value, Tensor):
+    if _is_tensor(value):
         return value.layout is torch.strided and value.nbytes <= SMALL_BYTES
     return type(value) in _CONTAINERS or isinstance(value, torch.Generator)
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if _is_tensor(value):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, torch.Generator):
         return value.clone_state()
@@ -236,30 +249,36 @@ def _differ(left: Tensor, right: Tensor) -> bool:
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return value._version if _is_tensor(value) and not value.is_inference() else 0
 
 
 # -- random numbers of Python and numpy; torch's checkpointing replays torch's own -------------------------------------
 
 
-def random_states() -> tuple[Any, Any]:
-    """The states of Python's random numbers, and of numpy's if it is imported."""
+def random_states() -> tuple[Any, Any, Any]:
+    """The states of Python's random numbers, and of numpy's if it is imported, and torch's function modes."""
     numpy = sys.modules.get("numpy.random")
-    return random.getstate(), None if numpy is None else numpy.get_state()
+    return random.getstate(), None if numpy is None else numpy.get_state(), overrides._get_current_function_mode_stack()
 
 
 @contextmanager
-def drawn_again(states: tuple[Any, Any]) -> Iterator[None]:
-    """A context in which the numbers after `states` are drawn again. Restores the global states afterwards."""
+def drawn_again(states: tuple[Any, Any, Any]) -> Iterator[None]:
+    """A context in which the numbers after `states` are drawn again, under its function modes, such as a default
+    device, which autograd leaves. Restores the global states afterwards."""
     now = random_states()
+    modes = [mode for mode in states[2] if mode not in now[2]]
+    for mode in modes:
+        overrides._push_mode(mode)
     try:
         _set(states)
         yield
     finally:
         _set(now)
+        for _ in modes:
+            overrides._pop_mode()
 
 
-def _set(states: tuple[Any, Any]) -> None:
+def _set(states: tuple[Any, Any, Any]) -> None:
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy.random"].set_state(states[1])
