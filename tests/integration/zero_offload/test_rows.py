@@ -224,12 +224,36 @@ def summed(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss / 10 + output.loss
 
 
+def written(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """In place, into a cast, which has memory of its own, and into the logits, whose memory views share."""
+    cast, views = output.logits.to(torch.float64), output.logits.view(-1, 64)
+    cast[..., :5] = -3.0
+    output.logits.mul_(0.5)
+    labels = batch["labels"].flatten()
+    return nn.functional.cross_entropy(cast.flatten(0, 1), labels) + nn.functional.cross_entropy(views, labels)
+
+
+def cast_twice(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = output.logits.to(torch.bfloat16).float()
+    assert torch.equal(logits.detach(), output.logits.detach().to(torch.bfloat16).float())
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def under_autocast(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(**batch).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    return loss
+
+
 def unlabelled(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Of adapters under a frozen head: nothing that the model returns has a graph, and nothing around it is trained."""
     return soft_capped(model(**{name: values for name, values in batch.items() if name != "labels"}), model, batch)
 
 
 USES = [(kind, use) for use in (soft_capped, smoothed, shifted_and_more, summed) for kind in ("llama", "gpt2")]
+USES += [("llama", use) for use in (written, cast_twice)]
 
 
 @pytest.mark.promise("rows-logits")
@@ -241,6 +265,12 @@ def test_whatever_is_done_with_logits_has_the_values_and_gradients_of_all_of_the
     (whole, expected), (loss, found) = (logits_of(rows, use, kind, lora) for rows in (None, 4))
     assert loss == pytest.approx(whole, rel=1e-6)
     assert distance(found, expected) < FP32
+
+
+@pytest.mark.promise("rows-logits")
+def test_under_autocast_a_loss_of_logits_is_in_fp32():
+    (whole, _), (loss, _) = (logits_of(rows, under_autocast) for rows in (None, 4))
+    assert loss == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.promise("rows-logits")

@@ -23,6 +23,7 @@ of `Logits` themselves, as a torch.autograd.Function returns it, is refused too:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -109,24 +110,31 @@ class _Later:
         self.head, self.hidden = head, hidden
         self._stamp = Stamp(version for u in head.units for version in head.engine.units[u].versions)
         self._version = hidden._version
-        kind = hidden.device.type
-        narrow = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        self._narrow = torch.get_autocast_dtype(kind) if narrow else None
-        self.dtype = hidden.dtype if self._narrow is None else self._narrow
+        self._narrow = _autocast(hidden.device.type)
+        self.dtype = self._own_dtype = hidden.dtype if self._narrow is None else self._narrow
         self.shape = (*hidden.shape[:-1], head.module.out_features)
         self.all: Tensor | None = None
 
+    def cast(self, dtype: torch.dtype) -> _Later | None:
+        """Logits of memory of their own, as a cast makes. None: these are cast already, and two casts round twice."""
+        if self.dtype != self._own_dtype:
+            return None
+        other = copy.copy(self)
+        other.dtype = dtype
+        return other
+
     def whole(self) -> Tensor:
-        """All logits, with their graph."""
+        """All logits, with their graph. A write into them is seen by every view."""
         if self.all is None:
             with torch._C._InferenceMode(False), torch.enable_grad():
                 self.all = self._ask(partial(self._computed, self.hidden))
         return self.all
 
-    def loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
-        """The cross entropy () of the logits in `dtype`. labels: (number of tokens,) int64."""
-        total = self._ask(partial(self._loss, dtype, labels, ignore_index))
-        return (total if reduction == "sum" else total / (labels != ignore_index).sum()).to(dtype)
+    def loss(self, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        """The cross entropy () of the logits. labels: (number of tokens,) int64."""
+        total = self._ask(partial(self._loss, labels, ignore_index))
+        loss = total if reduction == "sum" else total / (labels != ignore_index).sum()
+        return loss if _autocast(labels.device.type) is not None else loss.to(self.dtype)  # as torch's
 
     def _ask(self, compute: Callable[..., Tensor]) -> Tensor:
         if not self._stamp.current():
@@ -141,23 +149,29 @@ class _Later:
     def _computed(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         kind = hidden.device.type
         if not torch.amp.is_autocast_available(kind):
-            return forward(hidden)
+            return forward(hidden).to(self.dtype)
         with torch.autocast(kind, self._narrow, enabled=self._narrow is not None, cache_enabled=False):
-            return forward(hidden)
+            return forward(hidden).to(self.dtype)
 
-    def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
+    def _loss(self, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
         def of_part(hidden: Tensor, wanted: Tensor) -> Tensor:
             begin_part(labels.device)
-            losses = F.cross_entropy(
-                self._computed(hidden, forward).to(dtype), wanted, ignore_index=ignore_index, reduction="none"
-            )
-            return losses.float().sum()  # a sum in 16 bits would be rounded once a part
+            logits = self._computed(hidden, forward)
+            losses = F.cross_entropy(logits, wanted, ignore_index=ignore_index, reduction="none")
+            # A sum in 16 bits would be rounded once a part.
+            return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
 
         size = self.head.at_once(self.hidden)
         piece, wanted = pieces_of(self.hidden.flatten(0, -2), size), labels.split(size)
         of = partial(checkpoint, of_part, use_reentrant=False, preserve_rng_state=False)
         losses = [of(piece(k), wanted[k]) for k in reversed(range(len(wanted)))]
         return torch.stack(losses[::-1]).sum()
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """The dtype of the autocast that is in force on a type of device; None if there is none."""
+    available = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if available else None
 
 
 class _Asked(partial[Tensor]):
@@ -170,9 +184,9 @@ class Logits(Tensor):
     later: _Later
 
     @classmethod
-    def of(cls, later: _Later, dtype: torch.dtype | None = None, shape: torch.Size | None = None) -> Logits:
+    def of(cls, later: _Later, shape: torch.Size | None = None) -> Logits:
         made: Logits = cls._make_wrapper_subclass(
-            cls, shape or later.shape, dtype=dtype or later.dtype, device=later.hidden.device, requires_grad=True
+            cls, shape or later.shape, dtype=later.dtype, device=later.hidden.device, requires_grad=True
         )
         made.later = later
         with torch._C.DisableTorchFunctionSubclass():
@@ -180,21 +194,23 @@ class Logits(Tensor):
         return made
 
     def _whole(self) -> Tensor:
-        """All logits in this dtype and shape."""
+        """All logits in this shape."""
         with torch.enable_grad():
-            return self.later.whole().to(self.dtype).view(self.shape)
+            return self.later.whole().view(self.shape)
 
     def _waits(self, func: Any, args: Any, kwargs: Any) -> Logits | None:
         """The result of a view or a cast, if it can be `Logits` too; else None."""
         if func is Tensor.to and args == (self.device,):
             return self
+        given = torch.empty(self.shape, dtype=self.dtype, device="meta")
         try:
-            found = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args, **kwargs)
+            found = func(given, *args, **kwargs)
         except NotImplementedError:  # of a meta tensor: it goes to another device
             return None
         if not isinstance(found, Tensor) or found.shape[-1:] != self.shape[-1:] or not found.is_floating_point():
             return None
-        return Logits.of(self.later, found.dtype, found.shape)
+        later = self.later if cast(Any, torch._C)._is_alias_of(found, given) else self.later.cast(found.dtype)
+        return None if later is None else Logits.of(later, found.shape)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,7 +250,7 @@ class Logits(Tensor):
         fits = self.dim() == 2 and tuple(target.shape) == tuple(self.shape[:1]) and target.dtype == torch.int64
         if not plain or not fits or reduction not in ("mean", "sum"):
             return None
-        return self.later.loss(self.dtype, target, ignore_index, reduction)
+        return self.later.loss(target, ignore_index, reduction)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
