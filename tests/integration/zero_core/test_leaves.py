@@ -124,6 +124,21 @@ def test_an_optimizer_trains_leaves_and_with_them_the_parameters_whose_views_the
         kit.assert_same(model, dense)
 
 
+@WHERE
+@kit.on_ranks()
+def test_a_backward_from_parameters_gives_them_gradients(stage):
+    """As a sum of several tasks' gradients, which autograd.grad returned. p.grad may have one already."""
+    dense, theirs, model, optimizer = kit.pair(toys.Stack, toys.sgd, stage=stage)
+    for each, step in ((model, optimizer), (dense, theirs)):
+        given, losses = [*each.parameters()], [toys.loss_of(each, toys.data(k, 0)) for k in range(3)]
+        first, second = (torch.autograd.grad(loss, given) for loss in losses[:2])
+        torch.autograd.backward(given, [a - 2 * b for a, b in zip(first, second, strict=True)])
+        losses[2].backward()
+        torch.autograd.backward(each.head.weight, torch.ones(3, toys.WIDTH))
+        step.step()
+    kit.assert_same(model, dense)
+
+
 @STAGES
 @pytest.mark.parametrize("write", ["step", "write"])
 def test_a_backward_over_a_leaf_whose_parameter_was_written_meanwhile_raises(stage, write):

@@ -239,6 +239,13 @@ def cast_twice(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tenso
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
+def replaced(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Another weight of the head for one call, which has ended when the logits are used."""
+    weights = {"lm_head.weight": 1.5 * model.lm_head.weight}
+    logits = torch.func.functional_call(model, weights, (), batch).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
 def under_autocast(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(**batch).logits
@@ -253,7 +260,7 @@ def unlabelled(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tenso
 
 
 USES = [(kind, use) for use in (soft_capped, smoothed, shifted_and_more, summed) for kind in ("llama", "gpt2")]
-USES += [("llama", use) for use in (written, cast_twice)]
+USES += [("llama", use) for use in (written, cast_twice, replaced)]
 
 
 @pytest.mark.promise("rows-logits")

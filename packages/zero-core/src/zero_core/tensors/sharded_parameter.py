@@ -179,7 +179,9 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
-    """Runs torch.autograd.backward with respect to sharded parameters."""
+    """Runs torch.autograd.backward with respect to sharded parameters, and from them: gradients that a caller has."""
+    roots = [tensors] if isinstance(tensors, Tensor) else tensors
+    tensors = [each.view_as(each) if isinstance(each, Sharded) else each for each in roots]
     given = [inputs] if isinstance(inputs, Tensor) else inputs
     places = given and [part for each in given for part in _inputs(each)[0]]
     torch.autograd.backward(tensors, *args, inputs=places, **kwargs)  # type: ignore[misc]
@@ -200,7 +202,8 @@ def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
     if value is not None:
         raise GradientError(
             "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one, "
-            "zero_core.set_full_gradient(p, tensor) changes it, and p.register_hook does so on its way"
+            "zero_core.set_full_gradient(p, tensor) changes it, torch.autograd.backward(p, tensor) adds to it, if any, "
+            "and p.register_hook changes it on its way"
         )
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = None

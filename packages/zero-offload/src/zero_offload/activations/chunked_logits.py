@@ -89,8 +89,9 @@ class Head:
         several = isinstance(given, Tensor) and given.dim() > 2  # whatever the rows, so that all ranks do the same
         graph = torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad)
         watched = len(self.module._forward_hooks) + len(self.module._forward_pre_hooks) > 2  # ours are one of each
+        replaced = not isinstance(weight, nn.Parameter)  # by torch.func.functional_call, for this call alone
         hooked = hooks_around() is not None
-        if not several or not graph or watched or hooked or torch._C._are_functorch_transforms_active():
+        if not several or not graph or watched or replaced or hooked or torch._C._are_functorch_transforms_active():
             return self._original(given)
         if self._inside and not self._held:
             self.engine.uses.hold(self.units)

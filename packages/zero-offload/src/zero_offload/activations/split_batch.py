@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ..core import FreedMemory, tensors_of
@@ -94,27 +93,13 @@ class Cut:
 
 def pieces_of(tensor: Tensor, size: int, dim: int = 0) -> Callable[[int], Tensor]:
     """A function that returns piece k, of `size` along `dim`."""
-    pieces = _Pieces.apply(tensor, size, dim) if tensor.requires_grad else tensor.split(size, dim)
+    pieces = tensor.split(size, dim)
     return lambda k: _as_whole(tensor, pieces[k])
 
 
 def _as_whole(tensor: Tensor, piece: Tensor) -> Tensor:
     """The piece, made contiguous if the tensor is, because modules may view it in another shape."""
     return piece.contiguous() if tensor.is_contiguous() else piece
-
-
-class _Pieces(torch.autograd.Function):
-    """torch.split, which refuses a second derivative: inputs of a recomputed part have no graph."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
-        ctx.dim = dim
-        return tensor.split(size, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return torch.cat(gradients, ctx.dim), None, None
 
 
 def find_cut(
