@@ -60,6 +60,29 @@ def test_a_deferred_model_is_moved_cast_and_run_after_the_context():
     assert net(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+def test_a_loss_with_parameters_becomes_a_part_of_the_model_or_is_frozen():
+    """As the losses of sentence-transformers, which its Trainer gives to the optimizer."""
+
+    def run(way, shard):
+        net, loss = model(), nn.Linear(1, 3)
+        if way == "part":
+            net[0].classifier = loss
+        loss.requires_grad_(way != "frozen")
+        optimizer = sgd(nn.ModuleList([net, loss]))
+        if shard:
+            optimizer = zero_core.shard(net, optimizer)
+        for _ in range(2):
+            loss(net(X)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in (*net[2].parameters(), *loss.parameters())]
+
+    with advised("make its module a part of the model", "Or, if nothing trains them, freeze them before the optimizer"):
+        run("", True)
+    for way in ("part", "frozen"):
+        torch.testing.assert_close(run(way, True), run(way, False))
+
+
 def test_a_meta_tensor_is_made_inside():
     outside = torch.zeros(4, device="meta")
 

@@ -122,7 +122,9 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, param_dtype: torch
     if strangers := [str(tuple(p.shape)) for p in given if id(p) not in mine]:
         raise ZeroError(
             f"the optimizer has parameters that the model lacks, of shapes {listed(strangers, most=3)}: build it from "
-            "model.parameters() of the model given to shard"
+            "model.parameters() of the model given to shard. If they are those of a loss, make its module a part of "
+            "the model, model.body.classifier = loss.classifier. Or, if nothing trains them, freeze them before the "
+            "optimizer is built"
         )
 
 
