@@ -161,10 +161,17 @@ class Scaled(torch.optim.SGD):
                 p.sub_(p.grad, alpha=scale * len(self.steps))
 
 
-def scaled():
+class OfModel(Scaled):
+    """Is built from a model, and raises AttributeError where it is given groups."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters())
+
+
+def scaled(of_model=False):
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    return model, Scaled(model.parameters())
+    return model, OfModel(model) if of_model else Scaled(model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -198,10 +205,11 @@ def test_an_attribute_that_copies_read_is_not_set_in_silence(name, change, whose
 @pytest.mark.advice("an option of a parameter group, which step() reads from self.param_groups")
 @pytest.mark.advice("before zero_core.shard. To change")
 @pytest.mark.parametrize("more", [{}, {"store": True, "optimizer_contract": "by itself"}], ids=str)
-def test_an_option_in_place_of_an_attribute_changes_as_in_torch(more):
+@pytest.mark.parametrize("of_model", [False, True])
+def test_an_option_in_place_of_an_attribute_changes_as_in_torch(of_model, more):
     """Fails if the lists of the copies are one, which each copy's steps, trial ones too, would make longer."""
-    plain, theirs = scaled()
-    model, given = scaled()
+    plain, theirs = scaled(of_model)
+    model, given = scaled(of_model)
     for optimizer in (theirs, given):
         optimizer.scale = 0.5
     ours = sharded((model, given), **more)[1]

@@ -215,7 +215,7 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
     try:
         again = type(optimizer)(made, **defaults)
-    except TypeError:
+    except Exception:
         again = None
     own = own_attributes(optimizer)
     alike = again is not None and own.keys() == own_attributes(again).keys()
