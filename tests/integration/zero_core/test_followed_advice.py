@@ -143,7 +143,7 @@ def test_a_model_is_sharded_before_it_loads_or_read_by_torch(tmp_path):
     step(net, optimizer)
     checkpoint.save(tmp_path, net, optimizer)
     net = model()
-    with advised("first, at any stage. Or use torch.distributed.checkpoint with model.state_dict()"):
+    with advised("first, and pass this model. Or use torch.distributed.checkpoint with model.state_dict()"):
         checkpoint.load(tmp_path, net)
     state = {"model": net.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)

@@ -121,7 +121,7 @@ class _Later:
         if self.dtype != self._own_dtype:
             return None
         other = copy.copy(self)
-        other.dtype = dtype
+        vars(other).update(dtype=dtype)
         return other
 
     def whole(self) -> Tensor:
