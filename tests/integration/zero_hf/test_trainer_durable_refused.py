@@ -115,7 +115,8 @@ def test_another_checkpoint_is_refused(tmp_path, way_out):
 def test_a_loop_gives_the_files_a_name(tmp_path):
     zero = ZeroConfig(**durable(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"In a training loop of your own, pass slab_name= to zero_hf.shard and call zero_core.resume"
+        ConfigError,
+        match=r"In a loop of your own, pass slab_name= to zero_hf.shard, too, and then call zero_core.resume",
     ):
         zero_hf.Accelerator(zero=zero, cpu=True).prepare(built := model(), torch.optim.AdamW(built.parameters()))
     for step in (0, 1):

@@ -76,7 +76,10 @@ def test_folders_that_an_error_asks_for_are_taken(tmp_path):
     with pytest.raises(ConfigError, match="or start again without run.resume"):
         found(tmp_path / "new", f"run.resume={tmp_path}")
     assert found(tmp_path / "new") is None
-    for content, advice in (("{", "; name another run folder"), ("model: {layers: 1}", "name another folder")):
+    for content, advice in (
+        ("{", "; repair this file, or give another folder"),
+        ("model: {layers: 1}", "name another folder"),
+    ):
         (tmp_path / "config.yaml").write_text(content)
         (tmp_path / "metrics.jsonl").write_text("{}\n")
         with pytest.raises(ConfigError, match=advice):

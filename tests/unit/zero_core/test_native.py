@@ -66,10 +66,16 @@ def test_dlpack_is_refused_by_the_replacement(weight):
 
 
 @pytest.mark.promise("old-views")
+@pytest.mark.advice("copy the values, p.copy_(tensor)")
 def test_parameters_are_not_swapped(weight):
     """torch's function also swaps what leads to the shards, and the next forward would end the process."""
-    with pytest.raises(ZeroError, match=r"swap_tensors of weight, which is sharded: copy the values, p.copy_"):
+    with pytest.raises(
+        ZeroError, match=r"swap_tensors of weight, which is sharded: copy the values, p.copy_\(tensor\)"
+    ):
         torch.utils.swap_tensors(nn.Parameter(torch.ones(2, 3)), weight)
+    with torch.no_grad():
+        weight.copy_(torch.ones(2, 3))
+    assert torch.equal(weight, torch.ones(2, 3))
 
 
 def test_another_class_over_the_values_is_a_view_of_them(weight):

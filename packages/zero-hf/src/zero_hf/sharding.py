@@ -177,8 +177,8 @@ def _refuse(
         )
     if config.durable is not None and optimizer is not None and slab_name is None:
         raise ConfigError(
-            f"durable={config.durable!r} needs a Trainer. In a training loop of your own, pass slab_name= to "
-            "zero_hf.shard and call zero_core.resume. Or leave durable out"
+            f"durable={config.durable!r} needs the name of the run's slab, which a Trainer knows. In a loop of "
+            "your own, pass slab_name= to zero_hf.shard, too, and then call zero_core.resume. Or leave durable out"
         )
     if config.replicas > 1 and options.get("mesh") is not None:
         raise ConfigError(f"mesh= and replicas={config.replicas} both set which ranks share shards: leave one out")

@@ -269,7 +269,8 @@ def _own_memory(extent: Extent) -> str:
 
 def _of_another_model(earlier: Extent, here: Extent) -> str:
     return (
-        f"{here.name} shares memory with {earlier.name} of another model, which is sharded already. In torch, training "
-        f"one of the two would change the other. In shards it would not. Before shard(), give {here.name} memory of "
-        f"its own: `{_own_memory(here)}`. Or shard one module that has both models, with one parameter in both"
+        f"the {here.kind} {here.name} shares memory with {earlier.name} of another model, which is sharded already. In "
+        "torch, training one of the two would change the other. In shards it would not. Before shard(), give "
+        f"{here.name} memory of its own: `{_own_memory(here)}`. Or shard one module that has both models, with one "
+        "parameter in both"
     )

@@ -96,8 +96,8 @@ class GradientStore:
             raise OffloadError(
                 f"a second gradient of unit {unit.spec.name} before step(): accumulate=1 leaves each element only "
                 f"{self._plan.gradient_itemsize} bytes, and a sum needs {GRADIENT_BYTES}; set accumulate= of "
-                "zero_offload.plan() or TieredStore() to the number of micro-batches. Where plan(no_sync=True) was "
-                "called, run all but the last one inside zero_core.no_sync(model). Or call zero_grad() between the two"
+                "zero_offload.plan() or TieredStore() to the number of micro-batches. With plan(no_sync=True), "
+                "run all but the last one inside zero_core.no_sync(model) instead. Or call zero_grad() between the two"
             )
         self._expected[i] = unit.trainable
 

@@ -212,7 +212,9 @@ def _read(path: Path) -> DictConfig | None:
     """Returns a config.yaml, or None if there is none. Raises ConfigError if it cannot be read."""
     if not path.is_file():
         return None
-    with told(f"{path} cannot be read: ", OSError, ValueError, YAMLError, way_out="; name another run folder"):
+    with told(
+        f"{path} cannot be read: ", OSError, ValueError, YAMLError, way_out="; repair this file, or give another folder"
+    ):
         read = OmegaConf.load(path)
     return read if isinstance(read, DictConfig) else OmegaConf.create()
 
