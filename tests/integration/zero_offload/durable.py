@@ -22,16 +22,17 @@ STEPS = 6
 
 
 class Centred(nn.Module):
-    """Has a buffer that each forward in training changes, and that the output depends on."""
+    """Has a parameter without dimensions, and a buffer that each forward in training changes; the output has both."""
 
     def __init__(self, width):
         super().__init__()
         self.register_buffer("mean", torch.zeros(width))
+        self.gain = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, rows):
         if self.training:
             self.mean.lerp_(rows.detach().float().mean(0), 0.1)
-        return rows - self.mean.to(rows.dtype)
+        return self.gain * (rows - self.mean.to(rows.dtype))
 
 
 def made(frozen=False, width=40):

@@ -313,7 +313,7 @@ def test_another_run_is_refused_and_unchanged_and_advice_about_durable_runs_work
 
     image = (tmp_path / "run.slab").read_bytes()
     anew = r"use its model and settings\. .* give the slab another name, or delete it with slab.remove\(\)"
-    setting = rf"another model or other settings \(.*trained elements: 2016, now 992.*{anew}"
+    setting = rf"another model or other settings \(.*trained elements: 2048, now 1024.*{anew}"
     scheduled = r"given scheduler=: True in .* now\. Change your program back. Or, .* call remove\(\) of the Slab"
     for error, told, mistake in (
         (GenerationError, setting, {"frozen": True}),

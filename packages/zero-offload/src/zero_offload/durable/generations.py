@@ -60,7 +60,7 @@ class Manifest:
 class Generations:
     """The generations in one ByteStore, which has no other user. One thread at a time.
 
-    `layout`: facts of JSON's types, such as shapes and tile size, that must be equal in a process that continues.
+    `layout`: facts, such as shapes and tile size, that must be equal, as JSON, in a process that continues.
     """
 
     def __init__(self, transfers: Transfers, layout: Mapping[str, Any], *, sync: bool = True) -> None:
@@ -72,7 +72,7 @@ class Generations:
                 "give nvme= a store that has a name, such as zero_nvme.Slab([path], name=...)"
             )
         self._transfers, self._store, self._sync = transfers, store, sync
-        self.layout = dict(layout)
+        self.layout = json.loads(json.dumps(layout))
         self._values: dict[str, TwoPlaces] = {}
         self.pins = Pins()
         self.number = 0  # the last generation; 0: none

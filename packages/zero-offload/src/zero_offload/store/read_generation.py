@@ -50,7 +50,7 @@ def generation_layout(
             "numel": unit.spec.numel,
             "dtype": str(unit.spec.dtype),
             "segments": [
-                [s.start, s.stop, s.group, s.name, s.shape and list(s.shape), s.offset, *([True] if s.uncut else [])]
+                [s.start, s.stop, s.group, s.name, s.shape, s.offset, *([True] if s.uncut else [])]
                 for s in unit.spec.segments
             ],
         }
@@ -90,7 +90,7 @@ def shards_of(layout: Mapping[str, Any]) -> tuple[ShardSpec, ...]:
     found = [ShardSpec("not trained", 0, torch.float32, (), trained=False)] * (last + 1)
     for unit in layout["units"]:
         segments = (
-            Segment(start, stop, group, name, shape and tuple(shape), offset, *uncut)
+            Segment(start, stop, group, name, None if shape is None else tuple(shape), offset, *uncut)
             for start, stop, group, name, shape, offset, *uncut in unit["segments"]
         )
         dtype = getattr(torch, unit["dtype"].removeprefix("torch."))
