@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,18 @@ def test_a_damaged_tensor_is_named(tmp_path: Path, damage: str) -> None:
         checkpoint.load(tmp_path, model, optimizer, verify=False)
     data.write_bytes(sound)
     checkpoint.load(tmp_path, model, optimizer)
+
+
+@pytest.mark.promise("checkpoint-damaged")
+def test_a_damaged_option_of_the_optimizer_is_named(tmp_path: Path) -> None:
+    model, optimizer, data = saved(tmp_path)
+    whole, rate = bytearray(data.read_bytes()), struct.pack(">d", optimizer.param_groups[0]["lr"])
+    stored = pickle.loads((tmp_path / ".metadata").read_bytes()).storage_data
+    info = next(value for key, value in stored.items() if key.fqn == "zero.state")
+    whole[whole.index(rate, info.offset) + 7] ^= 1
+    data.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"zero\.state is damaged: .*: copy the file again"):
+        checkpoint.load(tmp_path, model, optimizer)
 
 
 @pytest.mark.promise("checkpoint-damaged")

@@ -204,7 +204,8 @@ def load(
     Without `strict`, parameters that the checkpoint lacks keep their values, and names that the model lacks are
     ignored. values=False keeps the model's own values, and reads only the masters that round to them. A rank's random
     state is restored if the checkpoint has one for it. Load only folders you trust: they are pickles.
-    verify: compares each tensor with the checksum that was written with it (0.7 s a GB on one core of a 2.5 GHz Xeon).
+    verify: compares each tensor and object with the checksum that was written with it (0.7 s a GB on one core of a 2.5
+    GHz Xeon).
     reader: a torch.distributed.checkpoint.StorageReader of files in another format. Its `failure` is an error found
     before it read any tensor, or None. It is read twice: first the small tensors and objects, then, if the checkpoint
     fits the model, this rank's slices. None: the folder is a checkpoint.

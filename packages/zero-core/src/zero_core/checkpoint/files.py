@@ -215,17 +215,17 @@ class StreamingReader(dcp.FileSystemReader):
 
     def _read_one(self, file: Any, items: list[ReadItem], planner: dcp.LoadPlanner) -> None:
         info = self.storage_data[items[0].storage_index]
-        stream: Any = _Slice(file, info.offset, info.length)
-        stream = self.transforms.transform_load_stream(items[0], info.transform_descriptors or (), stream)
-        if items[0].type == LoadItemType.BYTE_IO:
-            for item in items:
-                planner.load_bytes(item, io.BytesIO(stream.read(-1)))
-            return
+        file.seek(info.offset)
+        read = io.BytesIO(file.read(info.length))
+        stream: Any = self.transforms.transform_load_stream(items[0], info.transform_descriptors or (), read)
         if not stream.seekable():
             stream = io.BytesIO(stream.read(-1))
         try:
             if self._verify:
                 _check_sums(stream)
+            if items[0].type == LoadItemType.BYTE_IO:
+                planner.load_bytes(items[0], stream)
+                return
             stored = cast(Tensor, torch.load(stream, map_location="cpu", weights_only=True))
         except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as error:
             name, path = items[0].storage_index.fqn, self._folder / info.relative_path
@@ -239,29 +239,6 @@ class StreamingReader(dcp.FileSystemReader):
 def narrowed(tensor: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Returns the box of the tensor that begins at `starts`."""
     return tensor[tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
-
-
-class _Slice(io.RawIOBase):
-    """`length` bytes of a file from `start` on, as a file. The stock one does not find its own end."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        count = int(self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)]))
-        self._at += count
-        return count
 
 
 def _check_sums(stream: Any) -> None:
