@@ -22,17 +22,26 @@ STEPS = 6
 
 
 class Centred(nn.Module):
-    """Has a parameter without dimensions, and a buffer that each forward in training changes; the output has both."""
+    """Has a parameter without dimensions, and a buffer and an extra state that forwards in training change. The output
+    has all of them."""
 
     def __init__(self, width):
         super().__init__()
         self.register_buffer("mean", torch.zeros(width))
         self.gain = nn.Parameter(torch.tensor(1.0))
+        self.seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
 
     def forward(self, rows):
         if self.training:
+            self.seen += 1
             self.mean.lerp_(rows.detach().float().mean(0), 0.1)
-        return self.gain * (rows - self.mean.to(rows.dtype))
+        return self.gain * (rows - self.mean.to(rows.dtype)) / (1 + self.seen)
 
 
 def made(frozen=False, width=40):
@@ -89,7 +98,11 @@ class Training:
         while self.position < STEPS:
             self.step()
         random_number = torch.rand(())
-        return [*kit.values(self.model, master=True), *self.model.buffers(), random_number]
+        return [*kit.values(self.model, master=True), *_others(self.model), random_number]
+
+
+def _others(model):
+    return [*model.buffers(), torch.tensor(model[1].seen)]
 
 
 def equal(found, expected):
@@ -112,6 +125,6 @@ def loaded(folder, frozen=False, width=40, **options):
     found = checkpoint.load(folder, model, optimizer)
     kept = optimizer.full_state_dict(rank0_only=False)["state"]
     states = [value for state in kept.values() for value in state.values() if torch.is_tensor(value)]
-    values = [*kit.values(model, master=True), *(value.clone() for value in states), *model.buffers()]
+    values = [*kit.values(model, master=True), *(value.clone() for value in states), *_others(model)]
     optimizer.close()
     return values, found.step

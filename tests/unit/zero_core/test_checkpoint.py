@@ -1,5 +1,6 @@
 """One process: what a folder holds after success and failure, and checkpoints that do not fit."""
 
+import io
 import pickle
 import random
 import struct
@@ -342,6 +343,54 @@ def saved(tmp_path: Path):
     losses(model, optimizer, 1)
     checkpoint.save(tmp_path, model, optimizer)
     return model, optimizer, next(tmp_path.glob("*.distcp"))
+
+
+class Counted(nn.Linear):
+    state: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.promise("checkpoint-extra-states")
+@pytest.mark.parametrize("state", [{"calls": 3}, torch.arange(2), io.BytesIO(b"3")], ids=["dict", "tensor", "bytes"])
+def test_extra_states_are_saved_and_loaded(tmp_path: Path, state: Any) -> None:
+    """Tensors also go to plain torch and come from it. Those of a saved average stay out of the model."""
+    model, loaded, there, fourth = (nn.Sequential(Counted(3, 2), nn.ReLU()) for _ in range(4))
+    for each in (model, loaded, fourth):
+        zero_core.shard(each)
+    model[0].state = state
+    checkpoint.save(tmp_path / "ours", model)
+    checkpoint.load(tmp_path / "ours", loaded)
+    assert told(loaded[0].state) == told(state)
+    if isinstance(state, torch.Tensor):
+        there[0].state = torch.zeros_like(state)
+        found = {"model": there.state_dict()}
+        dcp.load(found, checkpoint_id=tmp_path / "ours", no_dist=True)
+        found["model"]["0._extra_state"] += 1
+        dcp.save(found, checkpoint_id=tmp_path / "plain", no_dist=True)
+        checkpoint.load(tmp_path / "plain", fourth)
+        assert told(fourth[0].state) == told(state + 1)
+    weights = {name: value.clone() for name, value in there.named_parameters()}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "none", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"missing from the checkpoint: model\.0\._extra_state"):
+        checkpoint.load(tmp_path / "none", loaded)
+    checkpoint.load(tmp_path / "none", loaded, strict=False)
+    assert told(loaded[0].state) == told(state)
+
+    average = zero_core.AveragedModel(model)
+    average.update_parameters()
+    average.save(tmp_path / "average")
+    model[0].state = torch.ones(1)
+    average.load(tmp_path / "average")
+    assert told(model[0].state) == told(torch.ones(1))
+
+
+def told(state: Any) -> Any:
+    return state.getvalue() if isinstance(state, io.BytesIO) else str(state)
 
 
 @pytest.mark.promise("checkpoint-damaged")

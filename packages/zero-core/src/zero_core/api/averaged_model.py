@@ -17,6 +17,7 @@ from torch.optim.swa_utils import get_swa_avg_fn, get_swa_multi_avg_fn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from .. import checkpoint
+from ..checkpoint.shards import extra_states
 from ..errors import ZeroError
 from ..optim.device_store import DeviceStore
 from ..store import CHUNK_NUMEL, Segment, ShardSpec, ShardStore, StoreContext
@@ -137,7 +138,10 @@ class AveragedModel:
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Reads a checkpoint of `save`, at any world size, stage and store."""
         with self.swapped_in() as model:
+            own = [(module, module.get_extra_state()) for _, module in extra_states(model)]
             found = checkpoint.load(folder, model, random_state=False)
+            for module, state in own:
+                module.set_extra_state(state)
         self.n_averaged = int(found.extra["n_averaged"])
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .. import checkpoint
 from ..checkpoint import match
 from ..checkpoint.plan import Contents
-from ..checkpoint.shards import MASTER, ShardSlice, clean_name
+from ..checkpoint.shards import MASTER, ShardSlice, clean_name, extra_states
 from ..device import random_state_of, restore_random_state
 from ..errors import CheckpointError, ZeroError, reached
 from ..unit_memory.unit import optimized_in
@@ -141,7 +141,7 @@ class _Run:
                 "written": self._handle.optimizer.double.written(),
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
                 "loss_scale": None if scale is None else scale.state_dict(),
-                "buffers": dict(self._buffers()),
+                "buffers": self._values(),
                 "random_state": random_state,
                 "extra": None if self._extra is None else self._extra(),
             },
@@ -156,7 +156,7 @@ class _Run:
             ("whether resume() is given scheduler=", self._scheduler is not None, run["scheduler"] is not None),
             ("whether shard() is given loss_scale=", scale is not None, run["loss_scale"] is not None),
             ("groups", [g["params"] for g in match.named_groups(self._handle)], [g["params"] for g in run["groups"]]),
-            ("buffers", _shapes(dict(self._buffers())), _shapes(run["buffers"])),
+            ("buffers", _shapes(self._values()), _shapes(run["buffers"])),
         ):
             if mine != there:
                 raise CheckpointError(
@@ -165,6 +165,8 @@ class _Run:
                 )
         for name, buffer in self._buffers():
             buffer.copy_(run["buffers"][name])
+        for name, module in extra_states(self._model):
+            module.set_extra_state(run["buffers"][name])
         for unit, k, _ in optimized_in(self._handle.units):
             unit.steps[k] = run["steps"][unit.layout.slots[k].whole.name]
         optimizer.step_count = run["step_count"]
@@ -179,6 +181,10 @@ class _Run:
         restore_random_state(run["random_state"], self._handle.ranks.device)
         return Resumed(run["step_count"], run["extra"])
 
+    def _values(self) -> dict[str, Any]:
+        """Returns buffers and extra states of modules, by their names in a state dict."""
+        return dict(self._buffers()) | {name: module.get_extra_state() for name, module in extra_states(self._model)}
+
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the buffers of a state dict, by name."""
         for path, module in self._model.named_modules():
@@ -187,8 +193,9 @@ class _Run:
                     yield f"{path}.{name}" if path else name, buffer.data
 
 
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+def _shapes(values: dict[str, Any]) -> dict[str, list[int] | None]:
+    """Extra states have none: a new model's may be another than a trained one's."""
+    return {name: None if name.endswith("_extra_state") else list(value.shape) for name, value in values.items()}
 
 
 def _short(value: Any) -> str:
@@ -228,8 +235,8 @@ def write_checkpoint(kept: Sequence[Any], folder: str | os.PathLike[str]) -> tup
                 for state, shape in rank.state_shapes_of(segment).items():
                     contents.add_slice(part.of(shape), state, "optim", "state", name, state)
     run = runs[0]
-    for name, buffer in run["buffers"].items():
-        contents.add(buffer, "model", clean_name(name))
+    for name, value in run["buffers"].items():
+        contents.add(value, "model", clean_name(name))
     for name, step in run["steps"].items():
         contents.add(torch.tensor(float(step), device="cpu"), "optim", "state", clean_name(name), "step")
     groups = match.cleaned(run["groups"])

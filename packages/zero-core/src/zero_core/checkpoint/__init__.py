@@ -6,7 +6,8 @@ boxes of tensors (in plan.py), files (in files.py).
 A checkpoint is a folder that stock `torch.distributed.checkpoint` reads, laid out as
 `{"model": get_model_state_dict(m), "optim": get_optimizer_state_dict(m, o)}` is, plus objects of ours under "zero.":
 
-    model.NAME                 fp32 master of a parameter (under each of its names where it is tied), or a buffer
+    model.NAME                 fp32 master of a parameter (under each of its names where it is tied), a buffer, or what
+                               a module's get_extra_state returns
     optim.state.NAME.STATE     exp_avg ..., fp32, in the shapes that the optimizer keeps; step, and other numbers of it
                                (NAdam's mu_product)
     optim.param_groups.I.KEY   options of group I
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -38,7 +39,7 @@ from .files import StreamingReader, StreamingWriter
 from .match import FORMAT, STATE, Finder, groups_of, options_of, steps_of, unpickle
 from .plan import TILE_NUMEL, Contents, StreamingLoadPlanner, StreamingSavePlanner, Wanted
 from .safetensors import room
-from .shards import MASTER, ShardView, clean_name, view_of
+from .shards import MASTER, ShardView, clean_name, extra_states, view_of
 
 __all__ = ["Loaded", "Saving", "load", "save"]
 
@@ -233,6 +234,9 @@ def load(
         for named in view.names:
             if values and view.is_whole(named) and finder.found.get(named.name) in small.tensors:
                 named.tensor.copy_(small.tensors[finder.found[named.name]])
+    for name, module in extra_states(model):
+        if (state := small.tensors.get(fqn := prefixes[0] + clean_name(name), small.objects.get(fqn))) is not None:
+            module.set_extra_state(state if isinstance(state, Tensor) else unpickle(state))
     for part, name, value in finder.scalars(small, steps):
         view.store.write_scalar(part.unit, part.segment, name, value)
     step = int(run["step_count"]) if run else max(steps.values(), default=0)
@@ -319,6 +323,9 @@ def _fill(
                     options = view.handle.optimizer.param_groups[trained_in]
                     number = float(options["lr"]) if scalar == "eta" else 1.0
                 contents.add(torch.tensor(number, device="cpu"), *optim, "state", name, scalar)
+    for name, module in extra_states(view.handle.model):
+        if view.is_first:
+            contents.add(module.get_extra_state(), *model, clean_name(name))
     trained_by = {name: unit.groups[k] for unit, k, name in view.parameters()}
     for named in view.names:
         whole = view.is_whole(named)

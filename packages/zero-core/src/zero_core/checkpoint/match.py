@@ -17,7 +17,7 @@ from ..errors import CheckpointError, listed
 from ..model.parameter_names import Named
 from ..util.tensor_json import without_functions
 from .plan import Sliced, StreamingLoadPlanner, Wanted, shapes_of
-from .shards import MASTER, ShardSlice, ShardView, clean_name
+from .shards import MASTER, ShardSlice, ShardView, clean_name, extra_states
 
 STATE = "zero.state"
 _BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")  # torchtitan's, beside the names of the model
@@ -44,6 +44,10 @@ class Finder:
         if STATE not in everything:
             missing += self._names_of(self._absent)
         tensors = [self.found[n.name] for n in self._names if self._view.is_whole(n) and n.name in self.found]
+        extra = [self._model + clean_name(name) for name, _ in extra_states(self._view.handle.model)]
+        missing += [name for name in extra if name not in everything]
+        used.update(extra)
+        tensors += [name for name in extra if name in shapes]
         states: list[str] = []
         if self._states is not None:
             states = self._match_states(shapes)
@@ -64,7 +68,8 @@ class Finder:
             self._check_options(everything, shapes)
         rng = f"zero.rng.{self._view.ranks.rank}"
         groups = [n for n in everything if n.startswith(f"{self._optimizer}param_groups.") and n not in shapes]
-        return Wanted((), tensors, [n for n in (STATE, rng) if n in everything] + groups)
+        objects = [name for name in (STATE, rng, *extra) if name in everything and name not in shapes]
+        return Wanted((), tensors, objects + groups)
 
     def _way_out(self, shapes: Mapping[str, Any], of: str) -> str:
         if self.found or not shapes:

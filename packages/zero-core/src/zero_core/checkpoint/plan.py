@@ -59,7 +59,7 @@ class Contents:
     def keep(self) -> None:
         """Copies the small tensors and pickles the objects, so that the run no longer changes them."""
         for fqn, value in self.whole.items():
-            self.whole[fqn] = value.detach().cpu().clone() if isinstance(value, Tensor) else _pickled(value)
+            self.whole[fqn] = value.detach().cpu().clone() if isinstance(value, Tensor) else _Pickled(value)
 
     def add_slice(self, part: ShardSlice, state: str, *path: str) -> None:
         self.sliced.append(Sliced(self._name(path), part, state))
@@ -116,7 +116,7 @@ class StreamingSavePlanner(dcp.DefaultSavePlanner):
         fqn = write_item.index.fqn
         if write_item.type == WriteItemType.BYTE_IO:
             value = self._contents.whole[fqn]
-            return value if isinstance(value, io.BytesIO) else _pickled(value)
+            return value if isinstance(value, _Pickled) else _Pickled(value)
         if write_item.type == WriteItemType.TENSOR:
             return self._contents.whole[fqn].detach().cpu().contiguous().clone()
         sliced, box = self._boxes[write_item.index]
@@ -124,10 +124,12 @@ class StreamingSavePlanner(dcp.DefaultSavePlanner):
         return values.view(box.sizes)
 
 
-def _pickled(value: Any) -> io.BytesIO:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream
+class _Pickled(io.BytesIO):
+    """The bytes of an object, which itself may be a BytesIO."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        torch.save(value, self)
 
 
 def _write_item(

@@ -169,6 +169,13 @@ def view_of(model: nn.Module) -> ShardView | None:
     return ShardView(handle, named_tensors(model), handle.store)
 
 
+def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that have an extra state (torch's get_extra_state), with its name in state_dict()."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{path}._extra_state" if path else "_extra_state", module
+
+
 def clean_name(name: str) -> str:
     """Returns a parameter's name without the prefixes of torch.compile and activation checkpointing wrappers."""
     for wrapper in _WRAPPERS:
