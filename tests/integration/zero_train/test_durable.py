@@ -31,6 +31,9 @@ def test_a_killed_run_goes_on_from_its_last_step(tmp_path, interpreter, capsys, 
     assert len(slabs(tmp_path / "run")) == 1  # there is no checkpoint, so it is all that the run has left
     again = trained(tmp_path / "run", f"offload={place}", *RUN, "run.resume=auto")
     assert not again.losses and again.digest == whole.digest
+    longer = trained(tmp_path / "run", f"offload={place}", *RUN, "run.steps=9", "run.resume=auto")
+    said = " ".join(capsys.readouterr().out.split())
+    assert len(longer.losses) == 1 and "differs from the run that it continues: run.steps=9 (was 8)" in said
 
 
 def test_a_run_that_ends_with_a_checkpoint_removes_its_slab(tmp_path):

@@ -27,8 +27,9 @@ from zero_train.schema import Config
 from zero_train.settings import placement
 
 
-def go_on(ready: Assembled, config: Config, text: str, step: Callable[[], int]) -> int:
-    """Makes each step durable from here on, and restores the last one of an earlier process. Returns its number, or 0.
+def go_on(ready: Assembled, config: Config, text: str, step: Callable[[], int]) -> tuple[int, str]:
+    """Makes each step durable from here on, and restores the last one of an earlier process. Returns its number, or 0,
+    and a sentence on how this run differs, or "".
 
     text: the corpus's digest. step: returns the number of the current step, from 1. Collective.
 
@@ -39,7 +40,7 @@ def go_on(ready: Assembled, config: Config, text: str, step: Callable[[], int]) 
     with told("run.durable: ", zero_core.ZeroError):
         found = zero_core.resume(ready.model, ready.optimizer, extra=lambda: {"step": step(), **kept}).extra
     if found is None:
-        return 0
+        return 0, ""
     slabs = f"{Path(config.run.dir).name}: {ready.slab.name}.slab in {', '.join(ready.slab.paths)}"
     if config.run.resume != "auto":
         raise ConfigError(
@@ -57,7 +58,7 @@ def go_on(ready: Assembled, config: Config, text: str, step: Callable[[], int]) 
             f"run.resume=auto: the text differs from that of the durable steps: it is {text}, and was "
             f"{found['text']}; bring that text back, or name another folder with run.dir=…"
         )
-    return int(found["step"]) - 1
+    return int(found["step"]) - 1, resume.differing(before, config)
 
 
 def on_their_disks(config: Config, ranks: Ranks) -> None:

@@ -85,7 +85,7 @@ def found(config: Config) -> Checkpoint | None:
         last = _newest(own)
         if not config.run.dry and (last is None or last.folder.resolve() != newest.folder.resolve()):
             _free(own, f", because run.resume={newest.folder} is not the last checkpoint of {own}")
-    if differ := {key: pair for key, pair in identity(_saved(newest), config).items() if _among(key, ("model",))}:
+    if differ := {key: pair for key, pair in identity(saved(newest), config).items() if _among(key, ("model",))}:
         raise ConfigError(
             f"run.resume: {newest.folder} was saved with {listed(differ)}; set {back(differ)}, or leave run.resume "
             "out and name a new folder with run.dir=…"
@@ -104,9 +104,9 @@ def not_past(found: Checkpoint | None, config: Config) -> None:
         )
 
 
-def differing(checkpoint: Checkpoint, config: Config) -> str:
-    """Returns a sentence on how this run differs from the one that saved `checkpoint`, or "" if it does not."""
-    if (before := _saved(checkpoint)) is None:
+def differing(before: DictConfig | None, config: Config) -> str:
+    """Returns a sentence on how this run differs from the one before, or "" if it does not."""
+    if before is None:
         return "it has no config.yaml, so whether data, seed and optimizer are the same is not known"
     changes = _differences(before, config)
     if OmegaConf.select(before, "run.global_batch") == config.run.global_batch:
@@ -160,7 +160,7 @@ def _continued(found: Checkpoint | None, config: Config, key: str) -> Any:
     """Returns the key's value in the run that run.resume=auto continues; None: there is none."""
     if config.run.resume != "auto":
         return None
-    before = _saved(found) if found else _read(Path(config.run.dir) / CONFIG)
+    before = saved(found) if found else _read(Path(config.run.dir) / CONFIG)
     return None if before is None else OmegaConf.select(before, key)
 
 
@@ -176,7 +176,7 @@ def _the_same(folder: Path, newest: Checkpoint | None, config: Config) -> None:
     """Raises ConfigError if the folder holds a run that is not the same as this one."""
     if not (there := results(folder)):
         return
-    before = _saved(newest) if newest else _read(folder / CONFIG)
+    before = saved(newest) if newest else _read(folder / CONFIG)
     refused, way = "", _way(folder, config)
     if before is None:
         refused = f"a run ({', '.join(there)}) without a config.yaml that says which"
@@ -192,7 +192,7 @@ def _way(folder: Path, config: Config) -> str:
     """Returns how this command could continue the run in the folder, or "" if that has no checkpoint."""
     if (newest := _newest(folder)) is None:
         return ""
-    before = _saved(newest)
+    before = saved(newest)
     differ = identity(before, config)
     if before is None or (differ and not any(_among(key, _BOUND) for key in differ)):
         how = f"with the new settings by run.resume={folder}"
@@ -202,7 +202,7 @@ def _way(folder: Path, config: Config) -> str:
     return f". Or continue that run after step {newest.step} {how}{more}"
 
 
-def _saved(checkpoint: Checkpoint) -> DictConfig | None:
+def saved(checkpoint: Checkpoint) -> DictConfig | None:
     """Returns the configuration in the checkpoint; if it has none, the one in its run folder."""
     own = _read(checkpoint.folder / CONFIG)
     return _read(checkpoint.folder.parent.parent / CONFIG) if own is None else own
@@ -298,7 +298,7 @@ def load(found: Checkpoint, engine: Assembled, config: Config, ranks: Ranks, tex
                 f"run.resume=auto: {said[0]}; restore the saved run's text, or continue with this one on purpose with "
                 f"run.resume={config.run.dir}"
             )
-    unknown = OmegaConf.select(_saved(found) or OmegaConf.create(), "run.global_batch") is None
+    unknown = OmegaConf.select(saved(found) or OmegaConf.create(), "run.global_batch") is None
     if unknown and loaded.world_size not in (None, ranks.world_size):  # an older version saved it
         said.append(f"the saved run had {loaded.world_size} ranks, this one has {ranks.world_size}: so has its batch")
     return said

@@ -153,9 +153,10 @@ class Run:
             done, loop = 0, Loop(ready, corpus, config, ranks, self.asked)
             if config.run.durable is not None:
                 text = corpus.digest
-                done = together(ranks, lambda: durable.go_on(ready, config, text, lambda: loop.step))
+                done, remark = together(ranks, lambda: durable.go_on(ready, config, text, lambda: loop.step))
                 if done:
                     self.say(f"continuing after step {done}, the last on nvme")
+                    self.say(remark)
             if checkpoint and checkpoint.step > done:
                 done = checkpoint.step
                 said = together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest))
@@ -168,7 +169,7 @@ class Run:
         """Says which run goes on, and how it differs from the saved one."""
         rest = "" if checkpoint.step < self.config.run.steps else ", the last: nothing is left to train"
         self.say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
-        for remark in (resume.differing(checkpoint, self.config), *more):
+        for remark in (resume.differing(resume.saved(checkpoint), self.config), *more):
             self.say(remark)
 
     def _checkpoint(self) -> Checkpoint | None:
