@@ -95,6 +95,20 @@ def test_a_commit_looks_for_no_room(tmp_path, monkeypatch):
     disk.remove()
 
 
+@pytest.mark.promise("durable-frozen")
+def test_a_write_into_what_is_not_trained_is_refused_after_the_first_step():
+    training = Training(CrashByteStore(), frozen=True)
+    weight = training.model[0].weight
+    with torch.no_grad():
+        weight.fill_(0.5)
+    training.steps(3)
+    with torch.no_grad():
+        weight.mul_(0.9)
+    with pytest.raises(ZeroError, match=r"^0\.weight is not trained and was written after .*Make it a buffer"):
+        training.step()
+    training.store.close()
+
+
 @pytest.mark.promise("durable-every")
 def test_of_several_steps_one_is_kept():
     """What lies in memory is copied for these alone. The last step is kept in any case."""

@@ -60,6 +60,8 @@ def resume(
     each `every`-th optimizer step is kept, so that values in host memory or on a device are written less often. Then at
     most `every` + 1 steps are lost.
 
+    Parameters that are not trained are not kept: build them as before. Once a step is kept, a write into one raises
+    ZeroError in the next forward.
     Raises ValueError for an `every` below 1, ZeroError for a model without a durable store, and CheckpointError for a
     run of another scheduler, or of other groups or buffers, and where ranks have steps of different runs.
 
@@ -113,6 +115,7 @@ class _Run:
     def __init__(self, model: nn.Module, found: Any, scheduler: Any, extra: Callable[[], Any] | None) -> None:
         self._model, self._handle, self._scheduler, self._extra = model, found, scheduler, extra
         self._life = ""  # the name of the run, which all of its steps have
+        self._frozen: dict[tuple[int, int], int] = {}  # writes into what is not trained, until the first commit
 
     def agree(self, life: str) -> None:
         """Takes the `life` of the found steps, or a new one. Raises if ranks found different ones."""
@@ -129,8 +132,19 @@ class _Run:
         self._life = pairs[0][0] or pairs[0][1]
 
     def blob(self, random_state: Any) -> bytes:
-        """Returns these values as bytes, when the forward after a step begins."""
+        """Returns these values as bytes, when the forward after a step begins.
+
+        Raises ZeroError if a parameter that is not trained was written since the first step.
+        """
         scale, scheduler = self._handle.engine.loss_scale, self._scheduler
+        for unit in self._handle.units:
+            for k, count in enumerate(version.ends for version in unit.versions):
+                if unit.groups[k] is None and count > self._frozen.setdefault((unit.index, k), count):
+                    raise ZeroError(
+                        f"{unit.layout.slots[k].whole.name} is not trained and was written after the first step. A "
+                        "durable store keeps trained parameters alone, so a resumed run would have the old values. "
+                        "Make it a buffer, which is kept with each step. Or save checkpoints, and leave durable= out"
+                    )
         return packed(
             {
                 "format": FORMAT,
