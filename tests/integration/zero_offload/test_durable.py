@@ -109,6 +109,27 @@ def test_a_write_into_what_is_not_trained_is_refused_after_the_first_step():
     training.store.close()
 
 
+@pytest.mark.promise("durable")
+def test_averages_in_place_of_the_weights_are_no_step():
+    disk = CrashByteStore()
+    training = Training(disk)
+    training.steps(2)
+    average = zero_core.AveragedModel(training.model, avg_fn=lambda average, current, count: average + 1)
+    average.update_parameters()
+    average.update_parameters()
+    with average.swapped_in() as model:
+        model.eval()(torch.ones(2, 24)).sum().backward()
+        with pytest.raises(ZeroError, match=r"commit\(\) inside AveragedModel.swapped_in .*: leave the"):
+            zero_core.commit(model)
+    training.optimizer.zero_grad()
+    training.model.train()
+    zero_core.commit(training.model)
+    training.store.close()
+    again = Training(disk.crashed(random.Random(0)))
+    assert again.resumed.step == 2 and equal(again.to_the_end(), uninterrupted())
+    again.end()
+
+
 @pytest.mark.promise("durable-every")
 def test_of_several_steps_one_is_kept():
     """What lies in memory is copied for these alone. The last step is kept in any case."""

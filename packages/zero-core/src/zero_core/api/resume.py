@@ -54,11 +54,11 @@ def resume(
 
     scheduler: its state is kept too. extra: called as each step's first forward begins, so it can return which batch
     that is, in plain values (numbers, texts, lists, dicts, tensors). Each rank keeps its own. A forward under no_grad,
-    as of an evaluation, belongs to no step. The last step is committed by `commit` only, since no forward follows it.
-    Random states of torch and of Python's `random` are those after the last step, from which the next batch is drawn.
-    A run that is killed loses at most two steps: the one that had not returned, and the one before it. every: only
-    each `every`-th optimizer step is kept, so that values in host memory or on a device are written less often. Then at
-    most `every` + 1 steps are lost.
+    or inside AveragedModel.swapped_in, belongs to no step. The last step is committed by `commit` only, since no
+    forward follows it. Random states of torch and of Python's `random` are those after the last step, from which the
+    next batch is drawn. A run that is killed loses at most two steps: the one that had not returned, and the one before
+    it. every: only each `every`-th optimizer step is kept, so that values in host memory or on a device are written
+    less often. Then at most `every` + 1 steps are lost.
 
     Parameters that are not trained are not kept: build them as before. Once a step is kept, a write into one raises
     ZeroError in the next forward.
@@ -101,11 +101,15 @@ def commit(model: nn.Module) -> None:
     """Commits the last step now, whatever `every` is, and returns when it is on disk. Collective; for the end of a run.
 
     Calls `extra` of `resume`, which has to return the values for the step after the last one. Without this call, a
-    resumed run repeats its last step, from the one before, with the same bits. Raises ZeroError without `resume`.
+    resumed run repeats its last step, from the one before, with the same bits. Raises ZeroError without `resume`, and
+    inside AveragedModel.swapped_in.
     """
-    commits = handle(model).engine.commits
+    engine = handle(model).engine
+    commits = engine.commits
     if commits is None or not commits.begun:
         raise ZeroError("commit() without resume(): call zero_core.resume(model, optimizer) before the first forward")
+    if engine.averages:
+        raise ZeroError("commit() inside AveragedModel.swapped_in would keep the averages: leave the with block first")
     commits.finish()
 
 

@@ -136,7 +136,7 @@ class Engine:
         self.attachment.check(node.module)
         self.writes.check_given(stepping=False)
         grad = torch.is_grad_enabled()
-        if grad and self.commits is not None:
+        if grad and self.commits is not None and not self.averages:
             self.commits.begin_forward()
         if grad:
             self.attachment.check_trained()
