@@ -79,9 +79,27 @@ def test_a_description_that_is_cut_anywhere_is_refused(tmp_path):
 
 @pytest.mark.promise("named-slab")
 def test_a_slab_that_was_not_finished_is_made_anew(tmp_path):
-    (tmp_path / "run.slab").write_bytes(b"left by a process that was killed")
+    (tmp_path / "run.slab").touch()
     with Slab(tmp_path, name="run") as slab:
-        assert not slab.found and os.path.getsize(tmp_path / "run.slab") == 0
+        assert not slab.found
+
+
+@pytest.mark.advice("bring that file too, or remove {}.slab")
+@pytest.mark.promise("named-slab")
+def test_bytes_without_their_description_are_kept(tmp_path):
+    """As of a slab that was moved without its second file."""
+    with Slab(tmp_path, name="run") as slab:
+        slab.write(slab.allocate(PAGE), bytes(PAGE)).wait()
+    described = (tmp_path / "run.slab.json").rename(tmp_path / "elsewhere")
+    with pytest.raises(NvmeError, match=r"has bytes, and no run.slab.json .*; bring that file too, or remove run"):
+        Slab(tmp_path, name="run")
+    described.rename(tmp_path / "run.slab.json")
+    with Slab(tmp_path, name="run") as slab:
+        assert slab.found and os.path.getsize(tmp_path / "run.slab") >= PAGE
+    (tmp_path / "run.slab.json").unlink()
+    (tmp_path / "run.slab").unlink()
+    with Slab(tmp_path, name="run") as slab:
+        assert not slab.found
 
 
 def test_a_newer_description_is_refused(tmp_path):

@@ -6,7 +6,7 @@ In each of its folders a slab `run` has two files:
     run.slab        the bytes; the process that has the slab open holds a lock on it (flock)
     run.slab.json   how the bytes are striped, and which process made them; written last, and as a whole
 
-If there is a `run.slab` but no `run.slab.json`, a process ended while it was making the slab. It is made again.
+If there is an empty `run.slab` but no `run.slab.json`, a process ended while it was making the slab. It is made again.
 """
 
 from __future__ import annotations
@@ -67,6 +67,13 @@ class NamedFiles:
         found = [description_of(folder, self.name) for folder in self.folders]
         present = [each for each in found if each is not None]
         if not present:
+            if left := next((path.label for path in self.paths if os.fstat(path.fd).st_size), None):
+                raise NvmeError(
+                    errno.EINVAL,
+                    f"{self.name}{SUFFIX} in {left} has bytes, and no {self.name}{SUFFIX}.json beside it describes it; "
+                    f"bring that file too, or remove {self.name}{SUFFIX}",
+                    path=left,
+                )
             return None
         for folder, each in zip(self.folders, found, strict=True):
             if each is None or each.id != present[0].id:
@@ -88,11 +95,10 @@ class NamedFiles:
         return present[0]
 
     def describe(self, pattern: Sequence[int], block_bytes: int) -> None:
-        """Makes a new slab of the opened files: empties them, then describes them."""
+        """Makes a new slab of the opened files, which are empty: describes them."""
         made_by = f"{socket.gethostname()}, process {os.getpid()}: {' '.join(sys.argv)[:200]}"
         first = Description(uuid.uuid4().hex, 0, len(self.folders), tuple(pattern), block_bytes, made_by)
         for place, (folder, path) in enumerate(zip(self.folders, self.paths, strict=True)):
-            os.ftruncate(path.fd, 0)
             overwrite_in_place(path.fd)
             _write_whole(folder, f"{self.name}{SUFFIX}.json", json.dumps(asdict(replace(first, folder=place))))
         self.found = first
