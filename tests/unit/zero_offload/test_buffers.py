@@ -5,6 +5,7 @@ Fails if the second run sees what the first one wrote, or if its own writes stay
 """
 
 import random
+from collections import deque
 from contextlib import nullcontext
 
 import numpy
@@ -38,6 +39,10 @@ class Block(nn.Module):
         self.register_buffer("mean", None)
         self.count, self.state, self.seen = 0, torch.zeros(6), []
         self.generator = torch.Generator().manual_seed(1)
+        self.python, self.numpy = random.Random(1), numpy.random.default_rng(1)
+        self.nested, self.recent = {"counts": [0], "mean": torch.zeros(6)}, deque(maxlen=2)
+        if kind == "two names":
+            self.register_buffer("same", self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x) * self.scale.clone() * self.mask.clone()
@@ -65,6 +70,16 @@ class Block(nn.Module):
             y = y[:, torch.randperm(6, generator=self.generator)]
         if self.kind == "python and numpy":
             y = y[:, random.sample(range(6), 6)][:, numpy.random.permutation(6)]
+        if self.kind == "its own of python and numpy":
+            y = y[:, self.python.sample(range(6), 6)][:, self.numpy.permutation(6)]
+        if self.kind == "nested":
+            self.nested["counts"][0] += 1
+            self.nested["mean"].mul_(0.5).add_(y.detach().mean(0))
+            self.recent.append(float(y.detach().mean()))
+            y = y / self.nested["counts"][0] - self.nested["mean"] + sum(self.recent)
+        if self.kind == "two names":
+            self.scale.mul_(0.5)
+            y = y + self.same.clone()
         if self.kind == "later" and self.calls[0] > 1:
             self.scale += 1
         with torch.no_grad():
@@ -129,6 +144,7 @@ def train(model: nn.Module, read) -> tuple[list[dict[str, Tensor]], dict[str, Te
     [
         *("batch norm", "spectral norm", "running", "replaced", "replaced later", "idempotent", "in evaluation"),
         *("attributes", "none yet", "unseen", "generator", "python and numpy", "later"),
+        *("its own of python and numpy", "nested", "two names"),
     ],
 )
 @pytest.mark.parametrize("policy", ["recompute", "host"])

@@ -6,7 +6,8 @@ found them, or the gradients do not belong to the loss; and it must not leave it
 moves twice a step. torch's checkpointing leaves both to the user. Here, buffers that the first run writes are copied
 before it begins, and the second run is given copies. Small buffers are copied always. Which larger ones are written is
 found out in the unit's first call, in training and in evaluation each; BatchNorm's are always treated as written.
-Attributes are kept by reference. Lists, dicts and sets are copied one level deep.
+Attributes are kept by reference, but for random generators, small arrays of numpy, and lists, dicts, deques and sets,
+which are copied with what they hold of all these.
 
 A unit that computes its batch in parts may not write into a buffer at all. Each part finds the attributes as the first
 one did, and the values that it sets in them are joined over the parts, as outputs are.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,17 +26,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, overrides
+from torch.utils import _pytree as pytree
 
 from ..core import tensors_of
 from .spill import ActivationError, keep
-from .split_batch import way_out
+from .split_batch import as_found, is_state, way_out
 
 Place = tuple[int, str, str]  # the module's number, "_buffers" or "_parameters", or "" for an attribute; the name
 Found = dict[Place, tuple[Any, int]]  # a value, or a copy of it, and its version
 SMALL_BYTES = 64 << 10  # copied at each call
 _PARTS = {name for name in nn.Module().__dict__ if name.startswith("_forward")} | {"_modules"}  # hooks, submodules
 _OWN = frozenset(nn.Module().__dict__) - {"training"} - _PARTS  # torch's own, which are left alone
-_CONTAINERS = (list, dict, set, OrderedDict)
+_TREES = (list, dict, OrderedDict, deque, defaultdict)
+_CONTAINERS = (*_TREES, set, Counter)
 _VALUES = (Tensor, bool, int, float, str, type(None))
 
 
@@ -88,7 +91,8 @@ class Buffers:
                     f"unit {self._unit} repeats its forward in backward, and its {self._name(place)} was changed "
                     f"between the two: change the {self._name(place)} after backward. Or {keep(self._unit)}"
                 )
-        again = {k: _copied(v) if k in self._written or _is_small(v) else v for k, (v, _) in found.items()}
+        values = {k: v for k, (v, _) in found.items()}
+        again = values | _copies({k: v for k, v in values.items() if k in self._written or _is_small(v)})
         try:
             self._put(again)
             yield
@@ -140,7 +144,7 @@ class Buffers:
     def _snapshot(self, *, everything: bool) -> _Snapshot:
         """The present values. everything: with copies of all, not only of those that are small or have been written."""
         values = self._values()
-        copies = {k: _copied(v) for k, v in values.items() if everything or k in self._written or _is_small(v)}
+        copies = _copies({k: v for k, v in values.items() if everything or k in self._written or _is_small(v)})
         return _Snapshot(values, copies, {k: _version(v) for k, v in values.items()}, everything)
 
     def _found(self, before: _Snapshot) -> Found:
@@ -212,7 +216,7 @@ class _Snapshot:
                 value.set_state(kept.get_state())
             elif type(value) in _CONTAINERS:
                 value.clear()
-                (value.extend if isinstance(value, list) else value.update)(kept)
+                (value.extend if hasattr(value, "extend") else value.update)(kept)
             elif _is_tensor(value) and _differ(value, kept):
                 value.detach().copy_(kept)
 
@@ -225,15 +229,21 @@ def _is_tensor(value: Any) -> bool:
 def _is_small(value: Any) -> bool:
     if _is_tensor(value):
         return value.layout is torch.strided and value.nbytes <= SMALL_BYTES
-    return type(value) in _CONTAINERS or isinstance(value, torch.Generator)
+    return type(value) in _CONTAINERS or (is_state(value) and getattr(value, "nbytes", 0) <= SMALL_BYTES)
+
+
+def _copies(values: Mapping[Place, Any]) -> dict[Place, Any]:
+    """Copies of these values, one for each object: where two places have the same one, so they do in the copies."""
+    made = {id(v): copy.copy(v) if place[2] in _PARTS else _copied(v) for place, v in values.items()}
+    return {place: made[id(value)] for place, value in values.items()}
 
 
 def _copied(value: Any) -> Any:
     if _is_tensor(value):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    return copy.copy(value) if type(value) in _CONTAINERS else value
+    if type(value) in _TREES:  # what is in them too, but for tensors of a graph, which no forward changes
+        return pytree.tree_map(lambda v: v if not _is_small(v) or _with_graph(v) else _copied(v), value)
+    return copy.copy(value) if type(value) in _CONTAINERS else as_found(value) if is_state(value) else value
 
 
 def _with_graph(value: Any) -> list[int]:

@@ -181,10 +181,15 @@ def unchanged_arguments(unit: str, args: Any, kwargs: Any, option: str) -> Itera
         )
 
 
+def is_state(value: Any) -> bool:
+    """Whether it is a random generator, of torch, numpy or Python, or an array of numpy."""
+    return isinstance(value, torch.Generator) or type(value).__module__.partition(".")[0] in ("numpy", "random")
+
+
 def as_found(leaf: Any) -> Any:
     """An argument to compute with again: objects are copied one level deep, because a forward may change them."""
-    if isinstance(leaf, torch.Generator):
-        return leaf.clone_state()
+    if is_state(leaf):
+        return leaf.clone_state() if isinstance(leaf, torch.Generator) else copy.deepcopy(leaf)
     if isinstance(leaf, (Tensor, nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
         return leaf
     try:
