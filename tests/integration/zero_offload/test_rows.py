@@ -239,6 +239,13 @@ def cast_twice(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tenso
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
+def compiled(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss(logits: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    return torch.compile(loss, backend="eager")(output.logits)
+
+
 def replaced(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Another weight of the head for one call, which has ended when the logits are used."""
     weights = {"lm_head.weight": 1.5 * model.lm_head.weight}
@@ -260,7 +267,7 @@ def unlabelled(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tenso
 
 
 USES = [(kind, use) for use in (soft_capped, smoothed, shifted_and_more, summed) for kind in ("llama", "gpt2")]
-USES += [("llama", use) for use in (written, cast_twice, replaced)]
+USES += [("llama", use) for use in (written, cast_twice, replaced, compiled)]
 
 
 @pytest.mark.promise("rows-logits")
@@ -318,6 +325,8 @@ def test_logits_can_be_read_and_are_refused_once_a_step_has_changed_the_head():
         told = "register_hook on logits.*a gradient of all logits never exists. Leave rows= and tokens= out"
         with pytest.raises(ActivationError, match=told):
             model(**batch).logits.register_hook(print)
+        with pytest.raises(ActivationError, match="grad on logits.*a gradient of all logits never exists"):
+            torch.autograd.grad(output.logits.sum(), output.logits, allow_unused=True)
     optimizer.close()
 
 

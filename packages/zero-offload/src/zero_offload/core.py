@@ -1,7 +1,7 @@
 """Imports what zero_offload takes from zero_core, for all its other modules: no other one imports it."""
 
 from zero_core import ZeroError, handle
-from zero_core.active_calls import set_compiler, skipped, tensors_of
+from zero_core.active_calls import not_traced, set_compiler, skipped, tensors_of
 from zero_core.api import resume
 from zero_core.device import available_host_bytes, indexed, sent
 from zero_core.errors import UnsupportedOptimizerError, noted

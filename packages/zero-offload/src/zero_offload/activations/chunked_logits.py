@@ -31,10 +31,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from ..core import METADATA, Engine, Stamp, hooks_around
+from ..core import METADATA, Engine, Stamp, hooks_around, not_traced
 from .recompute import Original
 from .spill import ActivationError, ChangedInputError
 from .split_batch import begin_part, pieces_of
@@ -214,13 +214,15 @@ class Logits(Tensor):
         return None if later is None else Logits.of(later, found.shape)
 
     @classmethod
+    @not_traced
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _UNSEEN:
+        inputs = args[1:2] if func is torch.autograd.grad else None
+        if func in _UNSEEN or _has_logits((inputs, kwargs.get("inputs"))):
             raise ActivationError(
                 f"{func.__name__} on logits: rows= and tokens= compute logits and loss in parts, so a gradient of all "
                 "logits never exists. Leave rows= and tokens= out"
@@ -259,6 +261,10 @@ class Logits(Tensor):
             f"{func} needs the memory of logits that rows= or tokens= has not computed yet: use logits.clone() there, "
             "or leave rows= and tokens= out"
         )
+
+
+def _has_logits(given: Any) -> bool:
+    return any(isinstance(each, Logits) for each in tree_leaves(given))
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
