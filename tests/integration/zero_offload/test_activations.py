@@ -247,7 +247,7 @@ def test_blocks_that_share_a_parameter_follow_together():
     [
         ("disk", "'disk' is not an activation policy; policies are keep, recompute, host, nvme"),
         ({"layer.*": "host"}, "no unit matches 'layer.\\*' of policy=. Name one of: embedding, layers.0"),
-        (["keep"], "policy= lists 1 policies for 6.*: give a policy per unit. Or one for all"),
+        (["keep"], "policy= lists 1 policies for 6.*: give one per unit, or one for all"),
         ({"layers.*": "away"}, "'away' is not an activation policy"),
     ],
 )

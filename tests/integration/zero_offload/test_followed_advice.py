@@ -57,7 +57,7 @@ def backward(net):
         ),
         (
             lambda: plan([8, 8], activations=["keep"], tokens=8),
-            " activation policies for 2 units: give a policy per unit. Or one for all",
+            " activation policies for 2 units: give one per unit, or one for all",
             [lambda each=each: plan([8, 8], activations=each, tokens=8) for each in ("keep", ["keep", "recompute"])],
         ),
         (

@@ -51,7 +51,7 @@ def test_a_mistake_of_a_job_is_told_with_its_number(capsys, tmp_path):
     [
         (["run.steps=???,1"], "job #0: run.steps has no value"),
         (["zero=stage3,stage7"], "In 'train': Could not find 'zero/stage7'"),
-        (["model.experts=8,16"], "model.experts is given, but nothing uses it with model=llama"),
+        (["model.experts=8,16"], "model.experts is given and not used with model=llama"),
     ],
 )
 @pytest.mark.parametrize("own", [False, True])
@@ -105,7 +105,7 @@ def test_a_mistake_in_a_recipe_of_ones_own_is_one_line(text, said, capsys, tmp_p
         ("hardware.device=meta", "torch sees no such device"),
         ("hardware.host_gb=8", "hardware has no key 'host_gb'; did you mean host_gib?"),
         ("hardware.host_gib=-1", "hardware: host_gib is -1"),
-        ("offload=host offload.activations=[keep,recompute]", "2 activation policies for 5 units: give a policy"),
+        ("offload=host offload.activations=[keep,recompute]", "2 activation policies for 5 units: give one"),
         (f"{PARTS} offload.row_modules=[h.*]", "row_modules= has 'h.*', and no module is called that"),
         (f"{PARTS} offload.token_modules=[ffn]", "token_modules= has 'ffn', and no module is called that"),
     ],

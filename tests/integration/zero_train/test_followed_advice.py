@@ -115,7 +115,7 @@ def _cache(monkeypatch, tmp_path):
 @pytest.mark.advice(
     "{}={} does not exist; change",
     "write at least one, or change",
-    "which leaves none for validation; write more",
+    "none is left to validate; add rows",
     "has splits; name one",
 )
 @pytest.mark.promise("data-shapes", "messages-name-what-exists")
@@ -123,11 +123,11 @@ def _cache(monkeypatch, tmp_path):
     "row",
     [
         ({"path": None}, "name what to train on with data.path=…", {}),
-        ({"validation_path": "two"}, "name other rows, or name it once", {"validation_path": "other"}, {}),
+        ({"validation_path": "two"}, "name other rows, or once, with the weight", {"validation_path": "other"}, {}),
         ({"validation_path": "texts"}, "write all rows in one shape", {"validation_path": "other"}),
         ({"path": "mixed"}, "write all rows in one shape", {}),
         ({"path": "none"}, "write at least one, or change data.path", {}),
-        ({"path": "one"}, "write more, or set data.validation_fraction=0", {}, {"path": "one", **NO_PART}),
+        ({"path": "one"}, "add rows, or set data.validation_fraction=0", {}, {"path": "one", **NO_PART}),
         ({"path": "splits"}, "name one: data.path=splits/test or data.path=splits/train", {"path": "splits/train"}),
         ({"path": "someone/rows"}, "download it with `hf download --repo-type dataset someone/rows", {}),
         ({"path": "folder", "pattern": "*.jsonl"}, "change data.pattern", {"path": "folder", "pattern": "*.json"}),
@@ -179,7 +179,7 @@ CASES = [  # words, advice, and words that it advises in their place
     ),
     (
         "data.sources=[{path:A,weight:2},{path:A,weight:1},{path:B,weight:1}]",
-        "name it once, with the weight of both",
+        "or once, with the weight of both",
         "data.sources=[{path:A,weight:3},{path:B,weight:1}]",
     ),
     ("data.sources=[{weight:2}]", "has no path; write {path: FILE}", "data.sources=[{path:A,weight:2}]"),

@@ -221,7 +221,7 @@ def test_what_cannot_be_followed_is_refused_by_name():
         deepspeed.init_inference
     engine = deepspeed.initialize(model=net(), config={"train_micro_batch_size_per_gpu": 1})[0]
     assert engine.optimizer is None and engine.get_global_grad_norm() is None and engine.get_lr() == []
-    with pytest.raises(AttributeError, match="neither the engine nor its module has 'eigenvalue'"):
+    with pytest.raises(AttributeError, match="neither engine nor module has 'eigenvalue'"):
         engine.eigenvalue
     engine.destroy()
     engine = deepspeed.initialize(model=net(), config=settings())[0]

@@ -80,7 +80,7 @@ CHANGES_THE_BASE = ("loftq", "corda", "lora_ga")  # they need packages or data t
         ({"use_dora": True}, "use_dora=True"),
         ({"bias": "all"}, "bias=all"),
         ({"alpha_pattern": {"q_proj": 7}}, "alpha_pattern"),
-        ({"peft_type": "IA3"}, "of the type IA3"),
+        ({"peft_type": "IA3"}, "of type IA3"),
         ({"kasa_config": {"beta": 0.1}}, "kasa_config="),
         ({"layer_replication": [[0, 1]]}, "layer_replication=[[0, 1]]"),
         ({"use_qalora": True}, "use_qalora=True"),
@@ -114,7 +114,7 @@ def test_other_folders_are_refused_and_those_that_errors_name_are_merged(tmp_pat
     refused(r"adapts model\.layers\.7.* name the folder of the base model that", base, adapter, new)
     save_file({name: value[..., :2].contiguous() for name, value in tensors.items()}, file)
     refused("name the folder of the base model that the adapter was trained on", base, adapter, new)
-    refused("the base .* has no config.json: name the folder of the base model that", adapter, adapter, new)
+    refused("the base .* has no config.json: name the folder of the adapter's base model", adapter, adapter, new)
     file.unlink()
     refused("has no adapter_model.safetensors: save the adapter with save_pretra", base, adapter, new)
     adapted.save_pretrained(adapter)

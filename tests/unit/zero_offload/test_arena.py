@@ -45,7 +45,7 @@ def test_memory_given_back_is_gone_and_blocks_have_other_memory_later() -> None:
     mapping = weakref.ref(arena.memory)
     arena.give_back()
     arena.give_back()
-    with pytest.raises(ClosedError, match="if it sleeps, call its wake"):
+    with pytest.raises(ClosedError, match="if the store sleeps, call its wake"):
         blocks[0].raw(0, 1)
     assert mapping() is not None and not arena.has_memory
     arena.take_back()

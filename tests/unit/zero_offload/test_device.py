@@ -128,9 +128,9 @@ def test_an_arena_that_is_pinned_begins_at_a_page_and_says_why_it_has_no_huge_on
     taken = []
     empty = torch.empty
 
-    def pinned(nbytes, *, dtype, pin_memory):
+    def pinned(nbytes, *, dtype, device, pin_memory):
         assert pin_memory
-        taken.append(empty(nbytes, dtype=dtype))  # no accelerator here pins any
+        taken.append(empty(nbytes, dtype=dtype, device=device))  # no accelerator here pins any
         return taken[-1]
 
     monkeypatch.setattr(torch, "empty", pinned)

@@ -17,8 +17,8 @@ from zero_offload.tier import TIERS
         ({"host": -0.5, "nvme": 1.5}, 'fraction of "host" is -0.5'),
         ({"host": float("nan"), "nvme": 1}, "nan"),
         ({"host": True}, "True"),
-        ({}, "neither a tier"),
-        (3, "neither a tier"),
+        ({}, "is no tier"),
+        (3, "is no tier"),
     ],
 )
 def test_nonsense_is_refused(value: object, text: str) -> None:

@@ -182,7 +182,7 @@ def jobs(*lines):
     return configs
 
 
-@pytest.mark.advice("is given, but nothing uses it with")
+@pytest.mark.advice("is given and not used with")
 @pytest.mark.promise("unused-keys", "messages-name-what-exists")
 @pytest.mark.parametrize(
     ("words", "key", "advice"),
@@ -224,7 +224,7 @@ def jobs(*lines):
 )
 def test_a_key_that_nothing_uses_and_the_way_out(words, key, advice):
     """Fails if a key is ignored in silence, or if it is refused once more after what the error says was done."""
-    with pytest.raises(ConfigError, match=f"^{re.escape(key)} is given, but nothing uses it with ") as caught:
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)} is given and not used with ") as caught:
         jobs(words)
     assert f"; leave {key} out, or choose {advice}" in str(caught.value)
     chosen, _, values = str(caught.value).rpartition("choose ")[2].partition("=")

@@ -84,9 +84,7 @@ class Engine(nn.Module):
         if name in _GONE:
             raise AttributeError(f"the engine has no {name!r} any more: use {_GONE[name]}")
         if name == "module" or not hasattr(self.module, name):
-            raise AttributeError(
-                f"neither the engine nor its module has {name!r}, and zero-deepspeed's README lists what it has"
-            )
+            raise AttributeError(f"neither engine nor module has {name!r}; zero-deepspeed's README has the list")
         return getattr(self.module, name)
 
     # -- a step --------------------------------------------------------------------------------------------------------

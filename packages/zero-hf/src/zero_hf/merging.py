@@ -66,9 +66,7 @@ def merge_adapter(
     """
     base, adapter, out = Path(base), Path(adapter), Path(out)
     if not (base / "config.json").is_file():
-        raise ConfigError(
-            f"the base {base} has no config.json: name the folder of the base model that the adapter was trained on"
-        )
+        raise ConfigError(f"the base {base} has no config.json: name the folder of the adapter's base model")
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"the output folder {out} has files already: name a new folder")
     config = _config(adapter)
@@ -94,9 +92,7 @@ def _config(adapter: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{adapter} holds no adapter of PEFT's: {_CONFIG}: {error}") from error
     if config.get("peft_type") != "LORA":
-        raise ConfigError(
-            f"{adapter} is of the type {config.get('peft_type')}, and only LORA is merged here: {_OTHERS}"
-        )
+        raise ConfigError(f"{adapter} is of type {config.get('peft_type')}, and only LORA is merged here: {_OTHERS}")
     for key, value in config.items():
         if value and key not in {"peft_type", *_FORMULA} | _NEEDLESS and (key, value) != ("bias", "none"):
             raise ConfigError(f"{adapter} has {key}={value}, which merge_adapter does not support: {_OTHERS}")

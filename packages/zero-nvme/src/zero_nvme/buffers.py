@@ -39,9 +39,7 @@ def as_memory(buffer: Any, *, writable: bool) -> Memory:
             "pass a contiguous copy, for instance numpy.ascontiguousarray(x)"
         )
     if writable and view.readonly:
-        raise TypeError(
-            f"cannot read into a read-only {type(buffer).__name__} of {view.nbytes} bytes; pass a bytearray"
-        )
+        raise TypeError(f"cannot read into read-only {type(buffer).__name__} of {view.nbytes} bytes; pass a bytearray")
     nbytes = view.nbytes
     if native is None and view.readonly:
         view = memoryview(bytearray(view))  # ctypes has no public way to a read-only buffer's address

@@ -279,9 +279,7 @@ class CompressedByteStore(MemoryByteStore):
             return whole.zero_()
         with self._local.decompressor.stream_reader(packed) as reader:
             if reader.readinto(raw) != size:
-                raise OSError(
-                    f"chunk {chunk} of the extent at {kept.extent.offset_bytes} does not decompress to {size} bytes"
-                )
+                raise OSError(f"chunk {chunk} at {kept.extent.offset_bytes} does not decompress to {size} bytes")
         words = whole.view(-1, PLANES)
         for k in range(PLANES):  # one copy of the transpose takes six times as long
             words[:, k].copy_(planes[k])

@@ -93,9 +93,7 @@ class TorchStep:
         for number, group in enumerate(optimizer.param_groups):
             for option in _REFUSED:
                 if group.get(option):
-                    raise ValueError(
-                        f"TorchStep cannot do {option}={group[option]} (param group {number}); leave it off"
-                    )
+                    raise ValueError(f"TorchStep cannot do {option}={group[option]} (group {number}); leave it off")
         self._kind = kind
         has_state = kind != "SGD" or any(group["momentum"] != 0 for group in optimizer.param_groups)
         self._states = _STATES[kind] if has_state else ()

@@ -94,9 +94,7 @@ class SGD(CpuOptimizer):
         **native: Any,
     ) -> None:
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
-            raise ValueError(
-                f"nesterov=True needs momentum and no dampening, not momentum={momentum}, dampening={dampening}"
-            )
+            raise ValueError(f"nesterov=True needs momentum and no dampening, not {momentum=}, {dampening=}")
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         defaults |= {"nesterov": nesterov, "maximize": maximize}
         super().__init__(params, defaults, **native)

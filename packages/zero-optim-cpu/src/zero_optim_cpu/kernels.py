@@ -71,9 +71,7 @@ class Kernels:
 def _checked(cores: Sequence[int], threads: int | None) -> int:
     """Returns the number of threads that ``cores`` are for."""
     if not cores or len(set(cores)) != len(cores) or threads not in (None, len(cores)):
-        raise ValueError(
-            f"cores={list(cores)} with threads={threads}: each thread needs a CPU of its own; leave threads out"
-        )
+        raise ValueError(f"cores={list(cores)} with {threads=}: each thread needs a CPU of its own; leave threads out")
     if refused := sorted(set(cores) - granted(cores)):
         raise ValueError(
             f"cores={list(cores)}: this process may not run on CPU {ranges(refused)}; leave those out, or leave cores "

@@ -189,9 +189,7 @@ class CpuOptimizer(torch.optim.Optimizer):
             elif name in rule.state_names and value.is_floating_point():
                 self._write_moment(rule, parameter, state, name, check(name, value.contiguous()).flatten())
             else:
-                raise ValueError(
-                    f"the state dict has {name!r} as {value.dtype}, but this layout has {state[name].dtype}"
-                )
+                raise ValueError(f"the state dict has {name!r} as {value.dtype}, this layout has {state[name].dtype}")
         if self._layout.moments == BYTE8:
             for name in rule.state_names:
                 if name in given and given[name].dtype == torch.uint8 and f"{name}_scale" not in given:

@@ -33,9 +33,7 @@ class JointOptimizer(torch.optim.Optimizer):
         """Raises ValueError where two of them have the same parameter, or there are none."""
         if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
             given = ", ".join(type(each).__name__ for each in optimizers) or "nothing"
-            raise ValueError(
-                f"JointOptimizer({given}): give it torch.optim.Optimizers, each over parameters of its own"
-            )
+            raise ValueError(f"JointOptimizer({given}): give it torch.optim.Optimizers, each over its own parameters")
         self.optimizers = tuple(part for each in optimizers for part in members_of(each))
         counted = Counter(id(p) for group in self.param_groups for p in group["params"])
         if twice := [p for group in self.param_groups for p in group["params"] if counted[id(p)] > 1]:

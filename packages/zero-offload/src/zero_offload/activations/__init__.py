@@ -82,7 +82,7 @@ def _of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: Tie
     else:
         if len(policy) != len(names):
             raise ActivationError(
-                f"policy= lists {len(policy)} policies for {len(names)} units: give a policy per unit. Or one for all"
+                f"policy= lists {len(policy)} policies for {len(names)} units: give one per unit, or one for all"
             )
         found = dict(zip(names, policy, strict=True))
     for chosen in {policy} if isinstance(policy, str) else set(found.values()):

@@ -88,9 +88,7 @@ class Shards:
     def place(self, placements: Mapping[str, Placement], slots: int | None) -> StorePlan:
         """The plan of these placements, by kind. Raises PlacementError for an impossible one, or too few `slots`."""
         if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
-            raise PlacementError(
-                f"slots={slots!r} is below {MINIMUM_SLOTS}: one each for a read, an update and a write"
-            )
+            raise PlacementError(f"slots={slots!r} is below {MINIMUM_SLOTS}: one each for a read, an update, a write")
         fractions = [shares(placements[kind], kind, self._tiers) for kind in STATE_KINDS]
         bounds = [[bound for bound in accumulate(kind.values()) if 0 < bound < 1] for kind in fractions]
         runs = [placed for run in self.cut for placed in self._placed(run, fractions, bounds)]

@@ -148,9 +148,7 @@ def shares(placement: Placement, kind: str, tiers: Sequence[Tier] = TIERS) -> di
     if isinstance(placement, str):
         placement = {placement: 1.0}
     if not isinstance(placement, Mapping) or not placement:
-        raise PlacementError(
-            f'{kind}={placement!r} is neither a tier ({known}) nor fractions {{"host": 0.37, "nvme": 0.63}}'
-        )
+        raise PlacementError(f'{kind}={placement!r} is no tier ({known}) or fractions {{"host": 0.4, "nvme": 0.6}}')
     found = dict.fromkeys(tiers, 0.0)
     for name, share in placement.items():
         tier = Tier(name)

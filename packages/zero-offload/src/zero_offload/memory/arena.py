@@ -188,9 +188,7 @@ class Arena:
     def memory(self) -> memoryview:
         """The bytes, as a buffer. Raises ClosedError after close(), or while they were given back."""
         if self._memory is None:
-            raise ClosedError(
-                "the store has no host memory: if it sleeps, call its wake(). If it was closed, make a new store"
-            )
+            raise ClosedError("no host memory: if the store sleeps, call its wake(). If it is closed, make a new store")
         return self._memory
 
     @staticmethod

@@ -208,7 +208,7 @@ def _given_activations(wanted: str | Sequence[str], sizes: ModelSizes) -> tuple[
         return _of_blocks(sizes, (wanted,) * sizes.blocks)
     if len(wanted) != len(sizes.units):
         raise ValueError(
-            f"{len(wanted)} activation policies for {len(sizes.units)} units: give a policy per unit. Or one for all"
+            f"{len(wanted)} activation policies for {len(sizes.units)} units: give one per unit, or one for all"
         )
     return tuple(wanted)
 

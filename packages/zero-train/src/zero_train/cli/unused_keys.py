@@ -83,9 +83,7 @@ def check(given: Iterable[str], jobs: Sequence[Config]) -> None:
         if not any(config.run.probe or _uses(row, config) for config in jobs):
             values = sorted({f"{row.chosen}={_value(config, row.chosen)}" for config in jobs})
             way_out = f"choose {row.chosen}={row.used.replace(' ', ' or ')}" if row.used else row.chosen
-            raise ConfigError(
-                f"{key} is given, but nothing uses it with {' or '.join(values)}; leave {key} out, or {way_out}"
-            )
+            raise ConfigError(f"{key} is given and not used with {' or '.join(values)}; leave {key} out, or {way_out}")
 
 
 def _uses(row: Row, config: Config) -> bool:

@@ -161,9 +161,7 @@ def _one(source: Source, config: Config) -> Part:
         return Part(first, whole.select(range(0)), whole, digest)
     if count < 2:
         share = source.key.replace("path", "validation_fraction")
-        raise ConfigError(
-            f"{source.key}={source.path} has 1 row, which leaves none for validation; write more, or set {share}=0"
-        )
+        raise ConfigError(f"{source.key}={source.path} has 1 row: none is left to validate; add rows, or set {share}=0")
     parts = whole.train_test_split(min(max(1, round(count * fraction)), count - 1), seed=0)
     return Part(first, parts["train"], parts["test"], digest)
 
@@ -256,9 +254,7 @@ def sources_of(data: DataConfig) -> list[Source]:
         found.append(Source("data.validation_path", data.validation_path, data.kind, None, 1.0))
     paths = [Path(source.path).expanduser().resolve() for source in found]
     if twice := next((found[at] for at, path in enumerate(paths) if path in paths[:at]), None):
-        raise ConfigError(
-            f"{twice.key}={twice.path} is named twice; name other rows, or name it once, with the weight of both"
-        )
+        raise ConfigError(f"{twice.key}={twice.path} is named twice; name other rows, or once, with the weight of both")
     return found
 
 

@@ -182,9 +182,7 @@ def _parsed(name: str, value: Any) -> Any:
 
 def _kind(row: Mapping[str, Any], task: str) -> tuple[str, ...]:
     if task == "sft" and {"completion", "label"} <= set(row):
-        raise Mistake(
-            "has `label` beside `completion`, and task=sft learns every completion; choose task=kto, or delete `label`"
-        )
+        raise Mistake("has `label`, and task=sft learns every completion; choose task=kto, or delete `label`")
     for kind in KINDS[task]:
         if set(kind) <= set(row):
             return kind
