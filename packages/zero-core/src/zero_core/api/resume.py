@@ -145,9 +145,8 @@ class _Run:
             for k, count in enumerate(version.ends for version in unit.versions):
                 if unit.groups[k] is None and count > self._frozen.setdefault((unit.index, k), count):
                     raise ZeroError(
-                        f"{unit.layout.slots[k].whole.name} is not trained and was written after the first step. A "
-                        "durable store keeps trained parameters alone, so a resumed run would have the old values. "
-                        "Make it a buffer, which is kept with each step. Or save checkpoints, and leave durable= out"
+                        f"{unit.layout.slots[k].whole.name} is not trained and was written after the first step, but "
+                        "durable steps have trained parameters only. Make it a buffer, or leave durable= out"
                     )
         return packed(
             {
