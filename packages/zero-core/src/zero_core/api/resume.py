@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..checkpoint.plan import Contents
 from ..checkpoint.shards import MASTER, ShardSlice, clean_name, extra_states
 from ..device import random_state_of, restore_random_state
 from ..errors import CheckpointError, ZeroError, reached
+from ..model.parameter_names import named_tensors
 from ..unit_memory.unit import optimized_in
 from ..util.tensor_json import packed, unpacked
 from .shard import handle
@@ -180,10 +181,9 @@ class _Run:
                     f"{what}: {_short(there)} in the run on disk, {_short(mine)} now. Change your program "
                     "back. Or, to begin a new run, call remove() of the Slab"
                 )
-        for name, buffer in self._buffers():
-            buffer.copy_(run["buffers"][name])
-        for name, module in extra_states(self._model):
-            module.set_extra_state(run["buffers"][name])
+        extra = dict(extra_states(self._model))
+        for name, value in self._values().items():
+            extra[name].set_extra_state(run["buffers"][name]) if name in extra else value.copy_(run["buffers"][name])
         for unit, k, _ in optimized_in(self._handle.units):
             unit.steps[k] = run["steps"][unit.layout.slots[k].whole.name]
         optimizer.step_count = run["step_count"]
@@ -200,14 +200,8 @@ class _Run:
 
     def _values(self) -> dict[str, Any]:
         """Returns buffers and extra states of modules, by their names in a state dict."""
-        return dict(self._buffers()) | {name: module.get_extra_state() for name, module in extra_states(self._model)}
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffers of a state dict, by name."""
-        for path, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield f"{path}.{name}" if path else name, buffer.data
+        buffers: dict[str, Any] = {each.name: each.tensor.data for each in named_tensors(self._model) if each.is_buffer}
+        return buffers | {name: module.get_extra_state() for name, module in extra_states(self._model)}
 
 
 def _shapes(values: dict[str, Any]) -> dict[str, list[int] | None]:
