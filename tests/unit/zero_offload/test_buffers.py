@@ -248,6 +248,34 @@ def test_what_was_in_place_for_the_forward_alone_is_repeated(what):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+class Learns(nn.Module):
+    """Its forward takes a gradient, as of layers that learn while they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.rate, self.calls = nn.Linear(6, 6), 0.1, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = (self.inner(x.detach()) - x.detach()).square().mean()
+            (gradient,) = torch.autograd.grad(loss, [self.inner.weight])
+        return x + nn.functional.linear(x, self.inner.weight - self.rate * gradient, self.inner.bias)
+
+
+def test_a_backward_inside_of_the_forward_finds_the_unit_as_it_is():
+    """Fails if the second run, which it begins inside of the first one, finds no buffers and attributes."""
+    found = []
+    for policy in ("keep", "recompute"):
+        model = Model("plain")
+        model.layers = nn.ModuleList(Learns() for _ in range(2))
+        model, optimizer = kit.sharded(model)
+        with offload_activations(model, policy=policy):
+            model(batches()[0]).square().mean().backward()
+        found.append({name: zero_core.full_gradient(p) for name, p in model.named_parameters()})
+        optimizer.close()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
     """A clamp changes it once only."""
     for kind in ("clamped parameter", "averaged parameter"):

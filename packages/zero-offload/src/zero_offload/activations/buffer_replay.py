@@ -63,6 +63,7 @@ class Buffers:
         new = self._module.training not in self._seen
         before = self._snapshot(everything=new)
         of_parameters = [parameter._version for _, parameter in self._parameters]
+        found.update(self._found(before))  # a backward inside of the forward repeats it up to there
         yield
         self._rewritten |= {
             k for k, (_, parameter) in enumerate(self._parameters) if parameter._version != of_parameters[k]
