@@ -201,7 +201,7 @@ class _Snapshot:
 
         With copies of everything it also finds writes that no version counts, as those of batch_norm's kernels.
         """
-        return {place for place, value in self.values.items() if self._was_written(place, value)}
+        return {place for place, v in self.values.items() if place[2] not in _PARTS and self._was_written(place, v)}
 
     def _was_written(self, place: Place, value: Any) -> bool:
         if _is_tensor(value):
