@@ -1,4 +1,4 @@
-"""What trains while torch's default device is another one: no memory of ours takes its device from there."""
+"""What trains while torch's default device or dtype is another one: no memory of ours takes it from there."""
 
 from typing import Any
 
@@ -39,3 +39,33 @@ def test_the_bits_are_those_without_a_default_device(tier: str | None, tmp_path:
         return [value.detach() for value in seen]
 
     kit.assert_bits(train("meta"), train("cpu"))
+
+
+@pytest.mark.promise("default-dtype")
+@pytest.mark.parametrize("tier", [None, "host"])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "RMSprop"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_bits_are_those_without_a_default_dtype(tier: str | None, kind: str, dtype: Any, tmp_path: Any) -> None:
+    """The checkpoint's numbers too: in bfloat16, step 257 is step 256."""
+
+    def train(default: torch.dtype) -> list[torch.Tensor]:
+        store = tier and TieredStore(tier, tier, tier, step=TorchStep())
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
+        torch.set_default_dtype(default)
+        try:
+            optimizer = zero_core.shard(model, getattr(torch.optim, kind)(model.parameters()), store=store or None)
+            for _ in range(257):
+                model(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            folder = tmp_path / str(default)
+            zero_core.checkpoint.save(folder, model, optimizer)
+            zero_core.checkpoint.load(folder, model, optimizer)
+            states = optimizer.full_state_dict()["state"]
+            optimizer.close()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return [value.float() for state in states.values() for value in state.values()]
+
+    kit.assert_bits(train(dtype), train(torch.float32))

@@ -42,6 +42,18 @@ def test_written_values_are_read_back(layout: str) -> None:
         )
 
 
+@pytest.mark.promise("default-dtype")
+def test_first_sums_do_not_take_the_default_dtype() -> None:
+    step = CpuStep(threads=1)
+    step.bind(torch.optim.Adagrad([torch.zeros(1)], initial_accumulator_value=0.1))
+    torch.set_default_dtype(torch.float64)
+    try:
+        tile = make_tile(step, torch.zeros(300, dtype=FP32), FP32)
+    finally:
+        torch.set_default_dtype(FP32)
+    assert torch.equal(step.read(tile, "sum"), torch.full((300,), 0.1))
+
+
 @pytest.mark.parametrize("isa", available_isas())
 def test_what_is_not_finite_leaves_the_rest_of_its_8_bit_block_alone(isa: str) -> None:
     values = torch.randn(600, generator=torch.Generator().manual_seed(3))

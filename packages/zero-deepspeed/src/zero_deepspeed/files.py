@@ -191,7 +191,7 @@ class _Opened:
             pieces, step = self._cut(index, of_group[index])
             for name, states in pieces.items():
                 tensors[f"model.{called[name]}"] = states.pop("fp32")
-                states |= {} if step is None else {"step": _whole(torch.tensor(float(step)))}
+                states |= {} if step is None else {"step": _whole(torch.tensor(step, dtype=torch.float32))}
                 tensors |= {f"optim.state.{called[name]}.{state}": values for state, values in states.items()}
             taken = max(taken, step or 0)
         for g, group in enumerate(groups):

@@ -271,7 +271,7 @@ class UncutStep:
             for name, value in states.items()
         }
         if self._kept[self._first[group]].counts:
-            given["step"] = by_itself.number_like(float(steps), formats.get("step", torch.tensor(0.0, device="cpu")))
+            given["step"] = by_itself.number_like(steps, formats.get("step", torch.tensor(0.0, device="cpu").float()))
         return given
 
     def _take(self, found: Mapping[str, Any], states: Mapping[str, Tensor], segment: Segment) -> None:

@@ -148,9 +148,9 @@ class CpuOptimizer(torch.optim.Optimizer):
             state[field.name] = torch.zeros(shape, dtype=field.dtype, device="cpu")
         if "master" in fresh:
             state["master"].copy_(parameter)
-        initial = float(self.defaults.get("initial_accumulator_value", 0.0))
-        if initial != 0.0 and "sum" in fresh:
-            self._write_moment(rule, parameter, state, "sum", torch.full((numel,), initial, device="cpu"))
+        if "sum" in fresh and (initial := float(self.defaults.get("initial_accumulator_value", 0.0))):
+            values = torch.full((numel,), initial, dtype=torch.float32, device="cpu")
+            self._write_moment(rule, parameter, state, "sum", values)
 
     def _write_moment(self, rule: Rule, parameter: Tensor, state: dict[str, Any], name: str, values: Tensor) -> None:
         """Encodes fp32 values (numel,) into a state, as the layout stores it."""

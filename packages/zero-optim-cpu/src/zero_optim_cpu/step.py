@@ -115,7 +115,7 @@ class CpuStep:
         for name in set(tile.states) - {"master", "remainder"}:
             tile.states[name].zero_()
         if self._initial_sum != 0.0:
-            self.write(tile, "sum", torch.full((tile.parameter.numel(),), self._initial_sum, device="cpu"))
+            self.write(tile, "sum", torch.full_like(tile.parameter, self._initial_sum, dtype=torch.float32))
 
     def update(self, tile: Tile, segments: Sequence[Segment], scale: float) -> None:
         """Updates every segment by one step, in place. ``scale`` multiplies the gradient.

@@ -249,7 +249,7 @@ def write_checkpoint(kept: Sequence[Any], folder: str | os.PathLike[str]) -> tup
     for name, value in run["buffers"].items():
         contents.add(value, "model", clean_name(name))
     for name, step in run["steps"].items():
-        contents.add(torch.tensor(float(step), device="cpu"), "optim", "state", clean_name(name), "step")
+        contents.add(torch.tensor(step, dtype=torch.float32, device="cpu"), "optim", "state", clean_name(name), "step")
     groups = match.cleaned(run["groups"])
     for i, group in enumerate(groups):
         for key, option in group.items():

@@ -322,7 +322,7 @@ def _fill(
                 if number is None:  # torch's first ones: of ASGD's eta, its mu, and NAdam's mu_product
                     options = view.handle.optimizer.param_groups[trained_in]
                     number = float(options["lr"]) if scalar == "eta" else 1.0
-                contents.add(torch.tensor(number, device="cpu"), *optim, "state", name, scalar)
+                contents.add(torch.tensor(number, dtype=torch.float32, device="cpu"), *optim, "state", name, scalar)
     for name, module in extra_states(view.handle.model):
         if view.is_first:
             contents.add(module.get_extra_state(), *model, clean_name(name))
@@ -331,18 +331,18 @@ def _fill(
         whole = view.is_whole(named)
         if view.is_first and (whole or named.tensor.numel() == 0):  # an empty parameter is in no rank's slice
             name = clean_name(named.name)
-            value = named.tensor if whole else torch.empty(named.tensor.shape, device="cpu")
+            value = named.tensor if whole else torch.empty(named.tensor.shape, dtype=torch.float32, device="cpu")
             contents.add(value, *model, name)
             if whole or optim is None or (trained_in := trained_by.get(named.name)) is None:
                 continue
             states = view.handle.optimizer.state_names_of(trained_in, tuple(value.shape))
-            number = torch.zeros((), device="cpu")
+            number = torch.zeros((), dtype=torch.float32, device="cpu")
             kept = dict.fromkeys(states, value) | dict.fromkeys(view.store.scalar_names(), number)
             for state, empty in kept.items():
                 contents.add(empty, *optim, "state", name, state)
     if optim is not None:
         for name, step in steps_of(view).items():
-            contents.add(torch.tensor(float(step), device="cpu"), *optim, "state", name, "step")
+            contents.add(torch.tensor(step, dtype=torch.float32, device="cpu"), *optim, "state", name, "step")
         for i, group in enumerate(groups_of(view)):
             for where in group["params"] if flatten else [str(i)]:
                 for key, option in group.items():

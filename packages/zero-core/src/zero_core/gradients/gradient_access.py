@@ -126,7 +126,7 @@ class GradientAccess:
         """Returns the parameter's gradient as step() would use it, before clipping, fp32, or None. Collective."""
         if not self._complete(unit, k):
             zeroed = unit.gradient.leftover[k] is Leftover.ZEROED
-            return torch.zeros(unit.layout.slots[k].shape, device=unit.ranks.device) if zeroed else None
+            return torch.zeros(unit.layout.slots[k].shape, device=unit.ranks.device).float() if zeroed else None
         whole = unit.full_values(k, partial(self._store.read_gradient, unit.index))
         values = self.factors.apply((unit.index, k), whole)
         scale = self._loss_scale

@@ -107,7 +107,7 @@ class Place(Home):
         """A copy, fp32, of the parameter's shape."""
         values = self.engine.gradients.read(self.unit, self.index)
         if values is None:  # of several ranks none has one, which was not known when `p.grad` was asked for
-            return torch.zeros(self.unit.layout.slots[self.index].shape, device=self.engine.ranks.device)
+            return torch.zeros(self.unit.layout.slots[self.index].shape, device=self.engine.ranks.device).float()
         return values
 
     def overwrite_gradient(self, values: Tensor) -> None:

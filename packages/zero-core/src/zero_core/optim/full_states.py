@@ -135,7 +135,7 @@ def _gather(places: Sequence[tuple[Unit, int]], name: str) -> Tensor:
     """Returns fp32 of the state's shape on the host, in memory of its own. Collective."""
     unit, k = places[0]
     if len(places) > 1:
-        whole = torch.empty(unit.layout.slots[k].whole.shape, device="cpu")
+        whole = torch.empty(unit.layout.slots[k].whole.shape, dtype=torch.float32, device="cpu")
         for unit, k in places:
             unit.rows(k, whole).copy_(unit.full_state(k, name))
         return whole
@@ -258,7 +258,7 @@ def _clear(unit: Unit, k: int, form: StateFormat) -> None:
     for name in unit.store.state_names():
         if name in form.stepped:
             first = float(form.built[name].reshape(-1)[0]) if name in form.built else 0.0
-            unit.write_part(name, k, torch.full((numel,), first, device=unit.ranks.device))
+            unit.write_part(name, k, torch.full((numel,), first, dtype=torch.float32, device=unit.ranks.device))
     for name, shape in unit.shaped(k).items():
-        unit.write_shaped(k, name, torch.zeros(shape, device=unit.ranks.device))
+        unit.write_shaped(k, name, torch.zeros(shape, dtype=torch.float32, device=unit.ranks.device))
     unit.steps[k] = 0

@@ -87,9 +87,9 @@ def _deciding(options: Mapping[str, Any]) -> str:
 def _dry(
     member: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device, look: Look | None
 ) -> dict[str, Any]:
-    parameter = dress(nn.Parameter(torch.full(shape, 0.5, device=device)), look)
+    parameter = dress(nn.Parameter(torch.full(shape, 0.5, device=device).float()), look)
     trial = over_segments(member, [parameter], [group])
-    step_twice(trial, parameter, torch.full(shape, 0.25, device=device))
+    step_twice(trial, parameter, torch.full_like(parameter, 0.25))
     state = dict(trial.state[parameter])
     strange = [f"{key!r} (of no parameter)" for key in trial.state if not isinstance(key, Tensor)]
     odd = [f"{name!r} ({_told(value)})" for name, value in state.items() if not _can_be_kept(value)]
@@ -214,7 +214,7 @@ class Double:
                 if group["params"]:
                     p = min(group["params"], key=lambda p: p.numel())
                     small = tuple(min(size, 8) for size in p.shape)
-                    probes.append(dress(nn.Parameter(torch.full(small, 0.5, device=where)), look_of(p)))
+                    probes.append(dress(nn.Parameter(torch.full(small, 0.5, device=where).float()), look_of(p)))
                     groups.append(number)
             self._members.append((member, first, over_segments(member, probes, groups)))
 

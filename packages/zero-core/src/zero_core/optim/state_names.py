@@ -124,7 +124,7 @@ def _elementwise_states(optimizer: Optimizer, state: Mapping[str, Any]) -> tuple
 
 def dry_steps(optimizer: Optimizer, group: int, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     """The state of a throw-away parameter of `shape` in this group after two steps. Draws no random number."""
-    probe = nn.Parameter(torch.full(shape, 0.5, device=device))
+    probe = nn.Parameter(torch.full(shape, 0.5, device=device).float())
     trial = over_segments(optimizer, [probe], [group])
     before = _numbers(trial)
     step_twice(trial, probe, torch.full_like(probe, 0.25))
@@ -301,7 +301,8 @@ def state_formats(optimizer: Optimizer, device: torch.device) -> list[StateForma
         whole, cut = shapes_of(optimizer, group)
         built: dict[str, Any] = {}
         if whole or cut:
-            probe = nn.Parameter(torch.zeros((1, 2) if whole else (2,), device=where))  # a matrix, where it needs these
+            shape = (1, 2) if whole else (2,)  # a matrix, where it needs these
+            probe = nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=where))
             built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
         stepped = {name: value for shape in whole for name, value in state_of(optimizer, group, shape).items()}
         stepped |= dry_steps(optimizer, group, (2,), where) if cut else {}

@@ -264,8 +264,8 @@ def updates(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> tuple
     for _ in range(count):
         states = {f.name: torch.zeros(f.numel, dtype=f.dtype, device="cpu") for f in fields}
         parameter = torch.zeros(UPDATE_NUMEL, dtype=parameter_dtype, device="cpu")
-        tiles.append(TileView(states, parameter, torch.full((UPDATE_NUMEL,), 1e-3, device="cpu")))
-        step.initialise(tiles[-1], torch.linspace(-1, 1, UPDATE_NUMEL, device="cpu"))
+        tiles.append(TileView(states, parameter, torch.full_like(parameter, 1e-3, dtype=torch.float32)))
+        step.initialise(tiles[-1], torch.linspace(-1, 1, UPDATE_NUMEL, device="cpu").float())
 
     def update() -> None:
         for handle in [begin(tile, [segment], 1.0) for tile in tiles]:
