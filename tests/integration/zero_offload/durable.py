@@ -1,7 +1,9 @@
 """A user's loop over a durable TieredStore, and what it ends in. Runs on every rank."""
 
 import functools
+import random
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -46,6 +48,8 @@ class Centred(nn.Module):
 
 def made(frozen=False, width=40):
     torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
     layers = [nn.Linear(24, width), Centred(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 24)]
     model = nn.Sequential(*layers)
     if frozen:
@@ -81,6 +85,7 @@ class Training:
 
     def step(self):
         rows = torch.randn(6, 24, generator=torch.Generator().manual_seed(self.position))
+        rows += random.random() + np.random.rand()
         rows = rows.to(next(self.model.parameters()).dtype)
         kit.step(self.optimizer, self.model(rows).float().pow(2).mean())
         self.scheduler.step()
@@ -97,7 +102,7 @@ class Training:
     def to_the_end(self):
         while self.position < STEPS:
             self.step()
-        random_number = torch.rand(())
+        random_number = torch.rand(()) + random.random() + np.random.rand()
         return [*kit.values(self.model, master=True), *_others(self.model), random_number]
 
 

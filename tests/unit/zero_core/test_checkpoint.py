@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -517,6 +518,19 @@ def test_names_lose_the_prefixes_of_wrappers(tmp_path: Path) -> None:
     assert any("_orig_mod" in n for n, _ in model.named_parameters())
     checkpoint.save(tmp_path, model, optimizer)
     checkpoint.load(tmp_path, *build(False))
+
+
+@pytest.mark.promise("resume-exact")
+def test_all_generators_go_on(tmp_path: Path) -> None:
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(np.random.rand()), float(np.random.randn())]
+
+    model, optimizer = make(0)
+    np.random.randn()  # leaves the second number of a pair for the next call
+    checkpoint.save(tmp_path, model, optimizer)
+    expected = drawn()
+    checkpoint.load(tmp_path, model, optimizer)
+    assert drawn() == expected
 
 
 @pytest.mark.promise("device-generator")

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -155,8 +156,11 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def random_state_of(device: torch.device) -> dict[str, Any]:
-    """Returns the state of this process's generators: torch's, Python's, and that of a device with streams."""
+    """Returns the state of this process's generators: torch's, Python's, numpy's, and that of a device with streams."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, words, *rest = numpy.random.get_state(legacy=True)
+        state["numpy"] = str(kind), torch.from_numpy(words.astype("int64")), *rest
     if has_streams(device):
         state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
     return state
@@ -165,6 +169,9 @@ def random_state_of(device: torch.device) -> dict[str, Any]:
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        kind, words, *rest = state["numpy"]
+        numpy.random.set_state((kind, words.numpy().astype("uint32"), *rest))
     kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints
     if own is not None and kind == device.type:  # the generator of another type of device draws other numbers
         torch.get_device_module(device).set_rng_state(own, device)

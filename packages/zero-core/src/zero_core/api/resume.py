@@ -56,10 +56,10 @@ def resume(
     scheduler: its state is kept too. extra: called as each step's first forward begins, so it can return which batch
     that is, in plain values (numbers, texts, lists, dicts, tensors). Each rank keeps its own. A forward under no_grad,
     or inside AveragedModel.swapped_in, belongs to no step. The last step is committed by `commit` only, since no
-    forward follows it. Random states of torch and of Python's `random` are those after the last step, from which the
-    next batch is drawn. A run that is killed loses at most two steps: the one that had not returned, and the one before
-    it. every: only each `every`-th optimizer step is kept, so that values in host memory or on a device are written
-    less often. Then at most `every` + 1 steps are lost.
+    forward follows it. Random states of torch, numpy and Python's `random` are those after the last step, from which
+    the next batch is drawn. A run that is killed loses at most two steps: the one that had not returned, and the one
+    before it. every: only each `every`-th optimizer step is kept, so that values in host memory or on a device are
+    written less often. Then at most `every` + 1 steps are lost.
 
     Parameters that are not trained are not kept: build them as before. Once a step is kept, a write into one raises
     ZeroError in the next forward.

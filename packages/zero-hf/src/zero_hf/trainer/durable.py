@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
@@ -130,7 +129,7 @@ class DurableTrainer(Trainer):
         if kept is None or kept.found is None or checkpoint != kept.folder:
             super()._load_rng_state(checkpoint)
             return
-        kept.restore_random_state(kept.found["random"])
+        restore_random_state(kept.found["random"], kept.device)
 
     def _run_epoch(self, **given: Any) -> None:
         if self._zero_kept is not None and self.state.global_step >= self.state.max_steps:
@@ -143,7 +142,7 @@ class DurableTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *given: Any, **options: Any) -> None:
         super()._maybe_log_save_evaluate(*given, **options)
         if self._zero_kept is not None:
-            self._zero_kept.after_step = self._zero_kept.random_state()
+            self._zero_kept.after_step = random_state_of(self._zero_kept.device)
 
     def _finalize_training(self, *given: Any, **options: Any) -> Any:
         kept = self._zero_kept
@@ -176,20 +175,20 @@ class _Kept:
 
     def __init__(self, trainer: Any, run: Run) -> None:
         optimizer: Any = run.optimizer
-        self._trainer, self._device = trainer, zero_core.handle(run.model).ranks.device
+        self._trainer, self.device = trainer, zero_core.handle(run.model).ranks.device
         self._slab, self._history = run.slab, list[str]()
         self.trained = self.ended = False
         self.folder: str | None = None  # in which the Trainer finds its state
         self.where = f"{run.slab.name}.slab in {', '.join(run.slab.paths)}"
         self.after_step: Any = None
-        before = self.random_state()
+        before = random_state_of(self.device)
         try:
             self.identity = identity(trainer, trainer.zero_config)
             resumed = zero_core.resume(run.model, optimizer, extra=self._told)
         except zero_core.ZeroError as error:
             raise ConfigError(f"durable={trainer.zero_config.durable!r}: {error}") from error
         finally:
-            self.restore_random_state(before)
+            restore_random_state(before, self.device)
         self.found: dict[str, Any] | None = resumed.extra
         self.groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         if self.found is not None:
@@ -224,16 +223,6 @@ class _Kept:
         names = {field.name for field in dataclasses.fields(state)} - {"log_history", "stateful_callbacks"}
         rest = {name: getattr(state, name) for name in sorted(names)} | {"stateful_callbacks": callbacks}
         return f'{{"log_history": [{", ".join(self._history)}], {json.dumps(rest)[1:]}'
-
-    def random_state(self) -> dict[str, Any]:
-        kind, words, *rest = np.random.get_state(legacy=True)
-        words = torch.from_numpy(np.asarray(words).astype(np.int64))
-        return {"torch": random_state_of(self._device), "numpy": [str(kind), words, *rest]}
-
-    def restore_random_state(self, state: Mapping[str, Any]) -> None:
-        restore_random_state(state["torch"], self._device)
-        kind, words, *rest = state["numpy"]
-        np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
 
     def remove(self) -> None:
         """Removes the files, once their last step is saved elsewhere. This process can use them until it ends."""
