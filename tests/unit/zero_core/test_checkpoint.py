@@ -473,6 +473,20 @@ def test_a_damaged_option_of_the_optimizer_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("checkpoint-damaged")
+def test_each_bit_of_a_damaged_manifest_is_noticed(tmp_path: Path) -> None:
+    """As in the name of a step: a checkpoint without it would be one of an optimizer that counts no steps."""
+    model, optimizer, _ = saved(tmp_path)
+    manifest = tmp_path / ".metadata"
+    listed = manifest.read_bytes()
+    for at in range(0, len(listed) - 8, 101):
+        manifest.write_bytes(listed[:at] + bytes([listed[at] ^ 1 << at % 8]) + listed[at + 1 :])
+        with pytest.raises(CheckpointError, match=r"\.metadata is damaged, .*its checksum is not .*: copy it again"):
+            checkpoint.load(tmp_path, model, optimizer)
+    manifest.write_bytes(listed)
+    checkpoint.load(tmp_path, model, optimizer)
+
+
+@pytest.mark.promise("checkpoint-damaged")
 def test_another_models_checkpoint_is_named(tmp_path: Path) -> None:
     model, optimizer, _ = saved(tmp_path)
 

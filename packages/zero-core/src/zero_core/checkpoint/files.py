@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,6 +39,7 @@ from ..errors import CheckpointError
 
 MANIFEST = ".metadata"
 _SUFFIX = ".distcp"
+_SUM = b"crc\0"  # behind the pickle of a manifest, where readers of pickles stop, and before its checksum
 _BLOCK_BYTES = 8 << 20  # bytes of one write
 _COPIED_BYTES = 1 << 20  # at once: another thread gets the interpreter in between
 
@@ -99,7 +101,8 @@ class StreamingWriter(dcp.FileSystemWriter):
             metadata.version = getattr(_stock, "CURRENT_DCP_VERSION", None)
         temporary = self._folder / f"{MANIFEST}.tmp"
         with open(temporary, "wb") as file:
-            pickle.dump(metadata, file)
+            text = pickle.dumps(metadata)
+            file.write(text + _SUM + crc32(text).to_bytes(4, "little"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._folder / MANIFEST)
@@ -269,8 +272,10 @@ class _Properties(TensorProperties):
 def _read_manifest(folder: Path) -> Metadata:
     path = folder / MANIFEST
     try:
-        with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
+        text, known, checksum = (data := path.read_bytes())[:-8], data[-8:-4], data[-4:]
+        if known == _SUM and checksum != crc32(text).to_bytes(4, "little"):
+            raise ValueError("its checksum is not what was written")
+        metadata = _Unpickler(io.BytesIO(data)).load()  # from a file, a damaged length would be allocated
     except FileNotFoundError as error:
         found = sorted(p.name for p in folder.iterdir())[:4] if folder.is_dir() else "no such folder"
         raise CheckpointError(
