@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_core
@@ -246,6 +247,19 @@ def compiled(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return torch.compile(loss, backend="eager")(output.logits)
 
 
+class Scaled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return 1.5 * found if func is nn.functional.linear else found
+
+
+def under_a_mode(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A function mode, which has ended when the logits are used."""
+    with Scaled():
+        logits = model(**batch).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
 def replaced(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Another weight of the head for one call, which has ended when the logits are used."""
     weights = {"lm_head.weight": 1.5 * model.lm_head.weight}
@@ -267,7 +281,7 @@ def unlabelled(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tenso
 
 
 USES = [(kind, use) for use in (soft_capped, smoothed, shifted_and_more, summed) for kind in ("llama", "gpt2")]
-USES += [("llama", use) for use in (written, cast_twice, replaced, compiled)]
+USES += [("llama", use) for use in (written, cast_twice, replaced, under_a_mode, compiled)]
 
 
 @pytest.mark.promise("rows-logits")

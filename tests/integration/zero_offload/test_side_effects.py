@@ -19,9 +19,14 @@ class Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.linear, self.state, self.losses = kind, nn.Linear(6, 6), None, []
+        self.linear.register_forward_hook(lambda *given: None)
 
     def forward(self, x: Tensor, given: object = None) -> Tensor:
+        if self.kind == "hook of its own":
+            handle = self.linear.register_forward_hook(lambda module, args, output: 1.2 * output)
         y = torch.tanh(self.linear(x))
+        if self.kind == "hook of its own":
+            handle.remove()
         if self.kind == "list":
             given.append(y.square().mean())
         if self.kind in ("dict", "object"):
@@ -90,7 +95,7 @@ def train(kind: str, policy: str | None, rows: int | None = None) -> list[object
     return found
 
 
-KINDS = ["list", "dict", "object", "table", "generator"]
+KINDS = ["list", "dict", "object", "table", "generator", "hook of its own"]
 KINDS += ["loss in an attribute", "losses in an attribute", "rows in an attribute"]
 
 

@@ -84,7 +84,7 @@ class Buffers:
 
         Raises ActivationError if a value in `found` was changed since, and for a write that changes a parameter again.
         """
-        before = self._values()
+        before = {at: copy.copy(value) if at[2] in _PARTS else value for at, value in self._values().items()}
         parameters = {k: self._parameters[k][1].detach().clone() for k in self._rewritten}
         for place, (value, version) in found.items():
             if _version(value) != version:
@@ -164,14 +164,14 @@ class Buffers:
     def _put(self, values: Mapping[Place, Any]) -> None:
         for number, kind, name in self._values().keys() - values.keys():
             home = self._home(number, kind)
-            gone = home.pop(name)
-            if name in _PARTS:
-                home[name] = type(gone)()
+            home[name].clear() if name in _PARTS else home.pop(name)
         for (number, kind, name), value in values.items():
-            home = self._home(number, kind)
-            same = name in home and (home[name] is value or (name in _PARTS and home[name] == value))
-            if not same:  # a needless write would invalidate compiled code
+            home = self._home(number, kind)  # a needless write would invalidate compiled code
+            if name not in _PARTS and (name not in home or home[name] is not value):
                 home[name] = value
+            elif name in _PARTS and home[name] != value:  # in place, where the handles of hooks find them
+                home[name].clear()
+                home[name].update(value)
 
     def _home(self, number: int, kind: str) -> dict[str, Any]:
         own: dict[str, Any] = self._modules[number].__dict__

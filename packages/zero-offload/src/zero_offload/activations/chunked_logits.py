@@ -30,7 +30,8 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -90,13 +91,14 @@ class Head:
         graph = torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad)
         watched = len(self.module._forward_hooks) + len(self.module._forward_pre_hooks) > 2  # ours are one of each
         replaced = not isinstance(weight, nn.Parameter)  # by torch.func.functional_call, for this call alone
-        hooked = hooks_around() is not None
-        if not several or not graph or watched or replaced or hooked or torch._C._are_functorch_transforms_active():
+        modes = (type(mode) for mode in overrides._get_current_function_mode_stack())
+        around = hooks_around() is not None or any(mode is not DeviceContext for mode in modes)
+        if not several or not graph or watched or replaced or around or torch._C._are_functorch_transforms_active():
             return self._original(given)
         if self._inside and not self._held:
             self.engine.uses.hold(self.units)
             self._held = True
-        return Logits.of(_Later(self, given))
+        return Logits.of(_Later(self, given), torch.Size((*given.shape[:-1], self.module.out_features)))
 
     def at_once(self, hidden: Tensor) -> int:
         """Tokens of a part: those of `rows` rows, or `tokens` of each row. hidden: (rows, tokens, width)."""
@@ -113,7 +115,6 @@ class _Later:
         self._version = hidden._version
         self._narrow = _autocast(hidden.device.type)
         self.dtype = self._own_dtype = hidden.dtype if self._narrow is None else self._narrow
-        self.shape = (*hidden.shape[:-1], head.module.out_features)
         self.all: Tensor | None = None
 
     def cast(self, dtype: torch.dtype) -> _Later | None:
@@ -185,9 +186,9 @@ class Logits(Tensor):
     later: _Later
 
     @classmethod
-    def of(cls, later: _Later, shape: torch.Size | None = None) -> Logits:
+    def of(cls, later: _Later, shape: torch.Size) -> Logits:
         made: Logits = cls._make_wrapper_subclass(
-            cls, shape or later.shape, dtype=later.dtype, device=later.hidden.device, requires_grad=True
+            cls, shape, dtype=later.dtype, device=later.hidden.device, requires_grad=True
         )
         made.later = later
         with torch._C.DisableTorchFunctionSubclass():
@@ -222,7 +223,8 @@ class Logits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         inputs = args[1:2] if func is torch.autograd.grad else None
-        if func in _UNSEEN or _has_logits((inputs, kwargs.get("inputs"))):
+        wanted = tree_leaves((inputs, kwargs.get("inputs")))  # by which autograd differentiates
+        if func in _UNSEEN or any(isinstance(each, Logits) for each in wanted):
             raise ActivationError(
                 f"{func.__name__} on logits: rows= and tokens= compute logits and loss in parts, so a gradient of all "
                 "logits never exists. Leave rows= and tokens= out"
@@ -261,10 +263,6 @@ class Logits(Tensor):
             f"{func} needs the memory of logits that rows= or tokens= has not computed yet: use logits.clone() there, "
             "or leave rows= and tokens= out"
         )
-
-
-def _has_logits(given: Any) -> bool:
-    return any(isinstance(each, Logits) for each in tree_leaves(given))
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
