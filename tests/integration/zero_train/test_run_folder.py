@@ -45,7 +45,7 @@ def test_a_used_folder_is_refused_and_stands(done, capsys):
     before = bits(done)
     assert app.main([*COMMON, *RUN, f"run.dir={done}"]) == 2
     text = capsys.readouterr().err
-    assert "holds a run already" in text and "run.dir=…" in text and "after step 4 with run.resume=auto" in text
+    assert "holds a run" in text and "run.dir=…" in text and "after step 4 with run.resume=auto" in text
     assert bits(done) == before
 
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
 def test_an_earlier_checkpoint_is_continued_elsewhere_only(done, tmp_path):
     earlier = f"run.resume={done / 'checkpoints' / 'step_0000002'}"
     with pytest.raises(
-        ConfigError, match=r"holds a run already .*run\.dir=…, because run\.resume=\S+ is not the last c"
+        ConfigError, match=r"holds a run .*run\.dir=…, because run\.resume=\S+ is not the last c"
     ):
         found(done, earlier)
     assert found(tmp_path / "other", earlier).step == 2
@@ -206,7 +206,7 @@ def on_two(folder):
 def test_every_rank_of_a_run_is_refused_alike(ranks, tmp_path):
     first, second = ranks(2).run(on_two, tmp_path / "run")
     assert first == second
-    assert first[0] == 4 and "holds a run already" in first[1] and first[2] == 1 and "run.seed=0, now 1" in first[3]
+    assert first[0] == 4 and "holds a run" in first[1] and first[2] == 1 and "run.seed=0, now 1" in first[3]
 
 
 TORCHRUN = """

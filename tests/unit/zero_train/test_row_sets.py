@@ -44,7 +44,7 @@ def test_every_mistake_is_counted_and_ten_are_listed(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(f"data.path={path}")
     first, *listed, last = str(caught.value).splitlines()
-    assert first == f"data.path={path} has 12 mistakes, so nothing is trained:"
+    assert first == f"data.path={path} has 12 mistakes; nothing is trained:"
     assert len(listed) == 10 and listed[0].startswith(f'  {path}, line 2 has "bot" as `role` of message 1 of')
     assert listed[9].startswith(f"  {path}, line 11 has `id`, and task=sft needs") and last == "  and 2 more"
 

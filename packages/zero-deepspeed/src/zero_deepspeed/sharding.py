@@ -104,7 +104,7 @@ def _step(optimizer: torch.optim.Optimizer) -> Any:
     except (TypeError, ValueError) as error:
         said = str(error).replace("pass to shard() what step() does:", "say by an attribute what step() does:")
         raise ConfigError(
-            f"{type(optimizer).__name__} has no update on the host: {said}. Take AdamW, or offload none"
+            f"{type(optimizer).__name__} has no update on the host: {said}. Take AdamW or no offload"
         ) from error
 
 

@@ -80,9 +80,7 @@ def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardSt
     """
     description = [(u.layout.slots[k].name, _steps(state), sorted(state)) for u, k, state in found]
     if not ranks.agree(zlib.crc32(repr(description).encode()), "the optimizer's state"):
-        raise ZeroError(
-            f"ranks bring optimizers of different steps ({len(found)} parameters have state here): {_WAY_OUT}"
-        )
+        raise ZeroError(f"ranks bring optimizers of different steps (states here: {len(found)}): {_WAY_OUT}")
     check_states(found, store, kind)
     for unit, k, state in found:
         states: dict[str, Any] = {n: v for n, v in state.items() if isinstance(v, (Tensor, int, float)) and n != "step"}

@@ -192,7 +192,7 @@ def checked(
     if count:
         more = f"\n  and {count - _SHOWN:,} more" if count > _SHOWN else ""
         raise ConfigError(
-            f"{key}={given} has {count:,} mistake{'s' * (count > 1)}, so nothing is trained:{mistakes}{more}"
+            f"{key}={given} has {count:,} mistake{'s' * (count > 1)}; nothing is trained:{mistakes}{more}"
         )
     if not first:
         raise ConfigError(f"{key}={given} has no row; write at least one, or change {key}")

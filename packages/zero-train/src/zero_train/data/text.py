@@ -152,7 +152,7 @@ def _from_files(name: str, root: Path, texts: Mapping[Path, bytes], fraction: fl
     files = list(texts)
     if not files:
         raise ConfigError(
-            f"{name}: there is no text file; change data.path or data.pattern, or choose data=text with a data.path"
+            f"{name}: no text file; change data.path or data.pattern, or choose data=text with a data.path"
         )
     held_out = [path for path in files if zlib.crc32(path.relative_to(root).as_posix().encode()) < fraction * 2**32]
     if not held_out or len(held_out) == len(files):

@@ -167,9 +167,7 @@ def _continued(found: Checkpoint | None, config: Config, key: str) -> Any:
 def _free(folder: Path, way: str = "") -> None:
     """Raises ConfigError if the folder holds a run. `way` is another way out than a new folder."""
     if there := results(folder):
-        raise ConfigError(
-            f"run.dir={folder} holds a run already ({', '.join(there)}); name another folder with run.dir=…{way}"
-        )
+        raise ConfigError(f"run.dir={folder} holds a run ({', '.join(there)}); name another folder with run.dir=…{way}")
 
 
 def _the_same(folder: Path, newest: Checkpoint | None, config: Config) -> None:
