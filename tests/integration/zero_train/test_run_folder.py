@@ -142,9 +142,7 @@ def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
 
 def test_an_earlier_checkpoint_is_continued_elsewhere_only(done, tmp_path):
     earlier = f"run.resume={done / 'checkpoints' / 'step_0000002'}"
-    with pytest.raises(
-        ConfigError, match=r"holds a run .*run\.dir=…, because run\.resume=\S+ is not the last c"
-    ):
+    with pytest.raises(ConfigError, match=r"holds a run .*run\.dir=…, because run\.resume=\S+ is not the last c"):
         found(done, earlier)
     assert found(tmp_path / "other", earlier).step == 2
     with pytest.raises(ConfigError, match="is not the last checkpoint of "):

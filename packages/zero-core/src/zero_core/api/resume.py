@@ -120,7 +120,7 @@ class _Run:
     def __init__(self, model: nn.Module, found: Any, scheduler: Any, extra: Callable[[], Any] | None) -> None:
         self._model, self._handle, self._scheduler, self._extra = model, found, scheduler, extra
         self._life = ""  # the name of the run, which all of its steps have
-        self._frozen: dict[tuple[int, int], int] = {}  # writes into what is not trained, until the first commit
+        self._frozen: dict[tuple[int, int], int] = {}  # version counters of untrained parameters at the first commit
 
     def agree(self, life: str) -> None:
         """Takes the `life` of the found steps, or a new one. Raises if ranks found different ones."""

@@ -274,7 +274,7 @@ def _read_manifest(folder: Path) -> Metadata:
     try:
         text, known, checksum = (data := path.read_bytes())[:-8], data[-8:-4], data[-4:]
         if known == _SUM and checksum != crc32(text).to_bytes(4, "little"):
-            raise ValueError("its checksum is not what was written")
+            raise ValueError("its checksum differs from the one in it")
         metadata = _Unpickler(io.BytesIO(data)).load()  # from a file, a damaged length would be allocated
     except FileNotFoundError as error:
         found = sorted(p.name for p in folder.iterdir())[:4] if folder.is_dir() else "no such folder"

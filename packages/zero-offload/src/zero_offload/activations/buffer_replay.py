@@ -6,8 +6,8 @@ found them, or the gradients do not belong to the loss; and it must not leave it
 moves twice a step. torch's checkpointing leaves both to the user. Here, buffers that the first run writes are copied
 before it begins, and the second run is given copies. Small buffers are copied always. Which larger ones are written is
 found out in the unit's first call, in training and in evaluation each; BatchNorm's are always treated as written.
-Attributes are kept by reference, but for random generators, small arrays of numpy, and lists, dicts, deques and sets,
-which are copied with what they hold of all these.
+Attributes are kept by reference. Random generators, small arrays of numpy, lists, dicts, deques and sets are copied,
+also inside one another.
 
 A unit that computes its batch in parts may not write into a buffer at all. Each part finds the attributes as the first
 one did, and the values that it sets in them are joined over the parts, as outputs are.
@@ -242,7 +242,7 @@ def _copies(values: Mapping[Place, Any]) -> dict[Place, Any]:
 def _copied(value: Any) -> Any:
     if _is_tensor(value):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    if type(value) in _TREES:  # what is in them too, but for tensors of a graph, which no forward changes
+    if type(value) in _TREES:  # their items too, except tensors of a graph, which no forward changes
         return pytree.tree_map(lambda v: v if not _is_small(v) or _with_graph(v) else _copied(v), value)
     return copy.copy(value) if type(value) in _CONTAINERS else as_found(value) if is_state(value) else value
 
