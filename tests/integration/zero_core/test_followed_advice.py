@@ -103,7 +103,7 @@ def test_bitsandbytes_weights_are_quantised_before_shard():
 
     for kind in (bnb.nn.Linear4bit, lambda *size: bnb.nn.Linear8bitLt(*size, has_fp16_weights=False)):
         net = nn.Sequential(kind(64, 64)).requires_grad_(False)
-        with advised('call model.to("cpu"), or .to(device), before zero_core.shard'):
+        with advised('model.to("cpu"), or model.to(device), before zero_core.shard'):
             zero_core.shard(net)
         zero_core.shard(net.to("cpu"))
         assert net(torch.ones(1, 64)).shape == (1, 64)
