@@ -123,8 +123,8 @@ def check_frozen(name: str, parameter: nn.Parameter) -> None:
     if wraps(type(parameter)) and parameter.requires_grad:
         kind = type(parameter).__qualname__
         raise ShardedParameterError(
-            f"{name}, of class {kind}, requires a gradient, but such a parameter must be frozen to be sharded: call "
-            "requires_grad_(False) on it, or convert it to a plain parameter, before zero_core.shard"
+            f"{name}, of class {kind}, requires a gradient. Its values are in tensors inside of it, which shards keep "
+            "and do not train: call requires_grad_(False) on it, or convert it to a plain parameter, before shard()"
         )
 
 
