@@ -114,8 +114,8 @@ def step_twice(trial: Any, parameter: nn.Parameter, gradient: Tensor) -> None:
             except Exception as error:
                 raise UnsupportedOptimizerError(
                     f"a trial step of optimizer {kind_of(trial)} over a parameter of shape {tuple(parameter.shape)} "
-                    f"raised {type(error).__name__}: {error}. Copies of the optimizer step the shards. If the class "
-                    "is yours, let step() need only self.param_groups and self.state. Or use another optimizer"
+                    f"raised {type(error).__name__}: {error}. Its copies step the shards. If the class is yours, let "
+                    "step() need only self.param_groups and self.state, without a closure. Or use another optimizer"
                 ) from error
 
 
