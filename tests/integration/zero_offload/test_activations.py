@@ -258,6 +258,16 @@ def test_a_policy_that_cannot_be_is_refused(policy, message):
     optimizer.close()
 
 
+def test_a_forward_that_the_class_is_given_later_is_the_one_that_runs(monkeypatch):
+    model, store, optimizer = build()
+    with offload_activations(model, store, "recompute"):
+        monkeypatch.setattr(Block, "forward", lambda self, x, *, scale, mask=None: 2 * x)
+        kit.step(optimizer, (model(torch.arange(4)) ** 2).sum())
+        x = model.embedding(torch.arange(4))
+        assert torch.equal(model.layers[0](x, scale={}), 2 * x)
+    optimizer.close()
+
+
 def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
     model, store, optimizer = build()
     with pytest.raises(ActivationError, match=r"is None.*: pass the model's TieredStore\(nvme=...\) as"):

@@ -46,8 +46,13 @@ class Original:
     """A module's own forward. It is compiled where the call of its module is, and also where backward runs it again."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.forward = module.forward
+        self._module, self._own = module, module.__dict__.get("forward")
         self._compiler: Any = None  # torch.compile's callback for the frames of the module's last call
+
+    @property
+    def forward(self) -> Any:
+        """The module's, or its class's, which may be replaced later."""
+        return self._own or type(self._module).forward.__get__(self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = set_compiler(self._compiler)

@@ -170,9 +170,7 @@ class FineTune(train.Run):
         if not resume.complete(folder):
             folder = Path(trainer.state.best_model_checkpoint or folder)  # of the run that this one continues
         if not resume.complete(folder):
-            raise RunError(
-                f"{said}, and its checkpoint {folder} is gone; set run.keep_best=false to export the last step's"
-            )
+            raise RunError(f"{said}, and {folder} is gone; set run.keep_best=false to export the last step's")
         if found.step != trainer.state.global_step:
             trainer.state.best_model_checkpoint = str(folder)
             trainer._load_best_model()
