@@ -222,7 +222,7 @@ def test_a_file_and_a_class_are_a_tier_with_the_bits_of_host_memory(tmp_path, fo
         (("offload.tiers.drawer.drawers=1",), "1 drawers of 512; change offload.nvme_paths or offload.tiers\n$"),
         (("offload.tiers.drawer._target_=no.such.Class",), "offload.tiers.drawer: No module named 'no'"),
         (("hardware.tiers.drawer.gib=0.0001",), "hardware.tiers.drawer.gib"),
-        (("offload.optimizer=host", "offload.parameters=host"), "tier is given, but nothing uses it"),
+        (("offload.optimizer=host", "offload.parameters=host"), "tier is given and not used with"),
     ],
 )
 def test_what_cannot_run_is_refused_by_one_line(tmp_path, found, capfd, words, text):

@@ -144,7 +144,7 @@ def test_tokens_that_find_no_room_go_to_the_folder_that_is_named(tmp_path, reade
         (["model.vocab_size=300"], "set model.vocab_size=40"),
         (["data.sequence_length=4000"], "tokens of"),
         (["data.tokenizer=nowhere"], "has no tokenizer"),
-        (["task=sft", "model.path=x"], "data.tokenizer is given, but nothing uses it"),
+        (["task=sft", "model.path=x"], "data.tokenizer is given and not used with task=sft"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(tmp_path, reader, capsys, words, said):
