@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..active_calls import Calls, hook_outputs, in_backward, mended, not_traced, outside_transforms, without_views
+from ..active_calls import Calls, hook_outputs, in_backward, mended, outside_transforms, without_views
 from ..errors import CollectiveError, GradientError, ZeroError
 from ..gradients.gradient_access import GradientAccess
 from ..gradients.loss_scaling import LossScale
@@ -168,7 +168,6 @@ class Engine:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    @not_traced
     @mended
     @outside_transforms
     def _open(self, of: Pass | None, visit: Visit, gradient: Tensor | None = None) -> None:
@@ -212,7 +211,6 @@ class Engine:
             torch.autograd.Variable._execution_engine.queue_callback(end)
         return self._backward
 
-    @not_traced
     @mended
     def collect(self, unit: Unit, k: int) -> None:
         """A parameter's gradient is complete."""
@@ -229,7 +227,6 @@ class Engine:
             )
         unit.gradient.given() if any(unit.index in visit.units for visit in visits) else unit.gradient.collect(k)
 
-    @not_traced
     @mended
     @outside_transforms
     def _end_backward(self) -> None:
